@@ -94,20 +94,20 @@ def gather_and_maybe_dequant_cache(
     scale: Scale,
     seq_starts: torch.Tensor | None = None,
 ) -> None:
-    """Stores the dequantized latents and rope keys of a range of tokens of each sequence, one after the other, in `dst`.
+    """Stores the dequantized latents and rope keys of a range of tokens of each sequence in `dst`, one after the other.
 
-    vLLM's operation of that name, and what `kvjax.gather_mla` returns: rows `cu_seq_lens[i]` to `cu_seq_lens[i + 1] - 1`
-    are the tokens of sequence `i` from `seq_starts[i]` on, the context of a prompt that is served in chunks.
+    vLLM's operation of that name, and what `kvjax.gather_mla` returns: rows `cu_seq_lens[i]:cu_seq_lens[i + 1]` are the
+    tokens of sequence `i` from `seq_starts[i]` on, the context of a prompt that is served in chunks.
 
     Args:
       src_cache: as `kv_cache` of `concat_and_cache_mla`.
-      dst: float32, float16 or bfloat16 `[num_rows, kv_lora_rank + qk_rope_head_dim]`: latents, then rope keys. Written in
-        place; rows from `num_tokens` on do not change. Decoding is in float32 and rounds once.
-      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Tokens of an entry that
-        is not a block of the cache are zeros; entries of blocks without a token of the range may be anything.
+      dst: float32, float16 or bfloat16 `[num_rows, kv_lora_rank + qk_rope_head_dim]`: latents, then rope keys. Written
+        in place; rows from `num_tokens` on do not change. Decoding is in float32 and rounds once.
+      block_table: int32 or int64 `[num_seqs, max_blocks]`: the blocks of each sequence, in order. Tokens of an entry
+        that is not a block of the cache are zeros; entries of blocks without a token of the range may be anything.
       cu_seq_lens: int32 or int64 `[num_seqs + 1]`: 0 first, then not decreasing.
-      token_to_seq: int32 or int64 `[num_tokens]`, the sequence of each row, as vLLM has it; None to find it. A row that is
-        not of the range of its sequence is zeros.
+      token_to_seq: int32 or int64 `[num_tokens]`, the sequence of each row, as vLLM has it; None to find it. A row that
+        is not of the range of its sequence is zeros.
       num_tokens: rows to fill, an int; those from `cu_seq_lens[-1]` on are zeros.
       kv_cache_dtype: as in `concat_and_cache_mla`.
       scale: the decode scale that the tokens were written with.
@@ -190,8 +190,8 @@ def mla_paged_attention(
     compiles for batches of every size. Otherwise the sequences are gathered in float32 first.
 
     Args:
-      q_nope: `[num_seqs, num_heads, kv_lora_rank]`, or `[num_seqs, q_len, num_heads, kv_lora_rank]` for the last `q_len`
-        tokens of each sequence; float32, float16 or bfloat16. Queries without positions, multiplied by `W_UK`.
+      q_nope: `[num_seqs, num_heads, kv_lora_rank]`, or `[num_seqs, q_len, num_heads, kv_lora_rank]` for the last
+        `q_len` tokens of each sequence; float32, float16 or bfloat16. Queries without positions, multiplied by `W_UK`.
       q_pe: likewise with `qk_rope_head_dim`, of `q_nope`'s dtype, rotated.
       kv_cache: as in `concat_and_cache_mla`.
       block_table: as in `gather_kv`; entries of blocks before a window may be anything too.
@@ -274,9 +274,9 @@ def mla_ragged_paged_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence over its latents, with a query length per sequence.
 
-    As `kvjax.mla_ragged_paged_attention` defines it; all else is as in `mla_paged_attention`. On a GPU every sequence is
-    padded to `max_q_len` query tokens: for tokens that decode, with drafts, beside short prompts. Prompts are cheaper
-    over keys and values of each head.
+    As `kvjax.mla_ragged_paged_attention` defines it; all else is as in `mla_paged_attention`. On a GPU every sequence
+    is padded to `max_q_len` query tokens: for tokens that decode, with drafts, beside short prompts. Prompts are
+    cheaper over keys and values of each head.
 
     Args:
       q_nope: `[num_tokens, num_heads, kv_lora_rank]`. Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows
@@ -323,7 +323,7 @@ def _attend(
     """Calls a registered operation, the second one to have it store results in `out`."""
     check_tensors(**tensors, **({} if out is None else {"out": out}))
     kv_cache_dtype, scale = stored_as
-    options = checked_softmax(softmax)._asdict() | limits
+    options = {**checked_softmax(softmax)._asdict(), **limits}
     del options["sinks"]
     given = *tensors.values(), dtype_name(kv_cache_dtype), _as_scale(scale, tensors["kv_cache"])
     return_lse = as_bool("return_lse", return_lse)

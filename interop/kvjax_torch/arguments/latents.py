@@ -18,7 +18,7 @@ from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, MLAAttentio
 from kvjax.ops import options
 from kvjax_torch.arguments.attention import check_out, checked_softmax
 from kvjax_torch.arguments.caches import Facts, share_memory
-from kvjax_torch.arguments.checks import check_addresses, check_devices, check_index, check_scale_values, on_host
+from kvjax_torch.arguments.checks import check_addresses, check_index, check_same_device, check_scale_values, on_host
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES, resolve_latent_dtype
 from kvjax_torch.arguments.plan import (
     AttentionPlan,
@@ -125,7 +125,7 @@ def latent_gather_plan(
     cache = _checked_cache(pages, sizes)
     if kvjax.is_checked():
         _check_ranges(block_table, cu_seq_lens, starts, num_tokens, (kv_cache.shape[0], cache.spec.block_size))
-    table = _slots_of_rows(rows, block_table, cu_seq_lens, starts, kv_cache.shape[:2])
+    table = _slots_of_rows(rows, block_table, cu_seq_lens, starts, (kv_cache.shape[0], cache.spec.block_size))
     tokens, table = _single_tokens(kv_cache, table)
     single = latent_cache(Facts.of(tokens), dtype, sizes)
     halves = _halves(tokens, single)
@@ -270,11 +270,11 @@ def latent_cache(kv_cache: Facts, dtype: KVCacheDType, sizes: tuple[int, int]) -
         )
     latents, rope_keys = spec.regions
     starts = (latents[0].base, rope_keys[0].base)
-    parts = (
-        tuple(dataclasses.replace(rows, base=rows.base - start) for rows in regions)
+    keys, values = (
+        BlockRows(block_stride * itemsize, tuple(dataclasses.replace(rows, base=rows.base - start) for rows in regions))
         for regions, start in zip((latents, rope_keys), starts, strict=True)
     )
-    return CachePlan(spec, *(BlockRows(block_stride * itemsize, regions) for regions in parts))
+    return CachePlan(spec, keys, values)
 
 
 def _checked_cache(pages: LatentPages, sizes: tuple[int, int]) -> CachePlan:
@@ -383,7 +383,7 @@ def _check_ranges(
 
 
 def _check_devices(kv_cache: torch.Tensor, **tensors: torch.Tensor) -> None:
-    check_devices(kv_cache, cache_name="kv_cache", **tensors)
+    check_same_device("kv_cache", kv_cache, tensors)
 
 
 def _check_lengths(name: str, lengths: torch.Tensor, dim: tuple[str, int]) -> None:

@@ -1,5 +1,4 @@
-"""Operations on latents (MLA) of CUDA tensors, on torch's current stream: by the kernels for keys and values, and by
-that of attention over latents."""
+"""Latents (MLA) of CUDA tensors on torch's current stream: writes, and attention with padded query tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +6,7 @@ import dataclasses
 
 import torch
 
-from kvjax import UnsupportedError
-from kvjax_torch.arguments.plan import CachePlan, GatherPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
+from kvjax_torch.arguments.plan import RaggedPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.calls import choosing, writing
 from kvjax_torch.cuda import reads
 from kvjax_torch.launch import running
@@ -21,31 +19,9 @@ def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
       UnsupportedError: no kernel writes such latents.
     """
     running.check_capability(tensors.key_cache.get_device())
-    check_has_kernels(plan.cache)
     with choosing.one_at_a_time:
         call = writing.write_call(plan, tensors, unique_slots)
     running.run(call)
-
-
-def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latents and rope keys of a gather of CUDA tensors that `plan` describes.
-
-    Raises:
-      UnsupportedError: no kernel reads such latents.
-    """
-    check_has_kernels(plan.cache)
-    return reads.gather(plan, tensors)
-
-
-def check_has_kernels(cache: CachePlan) -> None:
-    """Raises `UnsupportedError` unless the kernels for keys and values serve latents and rope keys of a cache."""
-    spec = cache.as_keys_and_values.spec
-    if spec.is_mla:
-        rope = f" and qk_rope_head_dim={spec.part_sizes[1]}"
-        raise UnsupportedError(
-            f"got latents (MLA) of {spec.dtype.value!r}{rope} on a GPU, expected float32, float16, bfloat16 or fp8_e4m3"
-            " with rope keys, or CPU tensors; JAX serves the others on memory that kvjax_torch.to_jax lends"
-        )
 
 
 def attend(
