@@ -83,7 +83,7 @@ def attention_kernels(
     dtype: np.dtype = BFLOAT16,
     interleaved: bool = False,
     **options: Any,
-) -> kernels.AnyBatch:
+) -> kernels.AnyBatch | kernels.AnyLatentBatch:
     target = options.pop("target", kernels.Target())
     own = {name: options.pop(name) for name in ("has_sinks", "one_memory") if name in options}
     memory, scales = beside_memory(spec) if own.get("one_memory") else page_memory(spec), scale_memory(spec)
@@ -91,7 +91,7 @@ def attention_kernels(
         memory, scales = interleaved_memory(spec)
     softmax, num_heads = kernels.Softmax(**{"sm_scale": 0.125} | options), group * spec.num_kv_heads
     kind = kernels.AttentionKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
-    return kernels.attention_kernels(kind, target)
+    return (kernels.mla_kernels if spec.is_mla else kernels.attention_kernels)(kind, target)
 
 
 def rotated_write() -> AnyCount:
