@@ -348,5 +348,5 @@ def test_attention_over_latents_is_two_kernels_that_are_given_integers(operation
     assert "serialized" not in kernel.ptxas_log
     if operation == "merge":
         assert kernel.spill_bytes == 0
-    else:  # as over JAX arrays
-        assert kernel.spill_bytes <= (800 if dtype.is_quantized else 160)
+    else:  # as over JAX arrays: results and logits fill the registers, and masks and bytes take more
+        assert kernel.spill_bytes <= (800 if dtype.is_quantized else 160 if q_len == 1 else 240)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import AttentionSpec, KVCacheDType, kernels
+from kvjax import AttentionSpec, KVCacheDType, MLAAttentionSpec, kernels
 from kvjax.binaries.binary import Device
 from kvjax.kernels.memory import AnyCount
 from kvjax.pages import interleaved_regions
@@ -16,7 +16,8 @@ from support.helpers import simple_spec
 BFLOAT16 = np.dtype(jnp.bfloat16)
 H200 = Device("NVIDIA H200", "9.0", 232448)
 SPEC = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
-KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge")
+LATENTS = MLAAttentionSpec(64, 512, 64, dtype=KVCacheDType.FP8_E4M3)
+KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge", "decode latents")
 """Of `all_kinds`, which takes a while."""
 
 
@@ -118,4 +119,5 @@ def all_kinds() -> dict[str, AnyCount]:
         "gather": gather_kernel(SPEC),
         "decode": decode,
         "merge": merge,
+        "decode latents": attention_kernels(LATENTS, group=16, one_memory=True).of(4, 64)[0],
     }
