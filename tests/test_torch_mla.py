@@ -206,6 +206,28 @@ def test_attention_is_that_of_float64(name: str, window: int | None, cap: float 
         torch.testing.assert_close(x, y[:, 1], rtol=1e-5, atol=1e-5)
 
 
+def test_results_go_to_memory_of_any_alignment(monkeypatch: pytest.MonkeyPatch):
+    """The kernel stores two elements at once."""
+    problem = build(spec_of("bfloat16"), (9, 1))
+    call = on("cpu", problem, queries(problem.spec, (2, 3), "bfloat16"))
+    given = []
+
+    def attend_to(*args: Any) -> Any:
+        given.append(args[4] if len(args) > 4 else None)
+        return host_attend(*args)
+
+    host_attend = host.attend
+    monkeypatch.setattr(reads, "attend", attend_to)
+    monkeypatch.setattr(host, "attend", latents.attend)
+    want = kvjax_torch.mla_paged_attention(**call)
+    memory = torch.zeros(want.numel() + 1, dtype=torch.bfloat16)
+    for first in (0, 1):
+        out = memory[first : first + want.numel()].view(want.shape)
+        assert kvjax_torch.mla_paged_attention(**call, out=out) is out
+        assert torch.equal(out, want)
+        assert (given[-1] is None) == bool(first)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda, emulated"])
 @pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
 def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: pytest.MonkeyPatch):
@@ -215,7 +237,7 @@ def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: py
     bounds = np.array([0, 2, 2, 7], np.int32)
     call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds)}
     if device != "cpu":
-        monkeypatch.setattr(host, "attend_ragged", lambda *args: latents.attend(*args[:4], args[5]))
+        monkeypatch.setattr(host, "attend_ragged", latents.attend_ragged)
         monkeypatch.setattr(reads, "attend", host.attend)
     want = kvjax.mla_ragged_paged_attention(
         *rows,
@@ -462,14 +484,20 @@ def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str):
     )
 
 
-def test_operations_have_schemas_and_fakes():
-    call = {**ATTEND, "kv_cache_dtype": "bfloat16", "scale": torch.tensor(1.0)}
-    sm_scale = call.pop("sm_scale")
-    tests = "test_schema", "test_faketensor", "test_aot_dispatch_static"
-    for operation in (torch.ops.kvjax.mla_paged_attention, torch.ops.kvjax.concat_and_cache_mla):
-        args: tuple[Any, ...] = tuple(call.values())
-        options: dict[str, Any] = {"sm_scale": sm_scale}
-        if operation is torch.ops.kvjax.concat_and_cache_mla:
-            rows = torch.ones(3, 512), torch.ones(3, 64)
-            args, options = (*rows, call["kv_cache"].clone(), torch.arange(3), "bfloat16", call["scale"]), {}
-        torch.library.opcheck(operation.default, args, options, test_utils=tests)
+@pytest.mark.parametrize("name", ["concat", "gather", "attention", "ragged attention"])
+def test_operations_have_schemas_and_fakes(name: str):
+    cache, scale = torch.zeros(2, 8, 576, dtype=torch.bfloat16), torch.tensor(1.0)
+    table, lengths, bounds = torch.zeros(2, 2, dtype=torch.int32), torch.ones(2).int(), torch.tensor([0, 1, 2])
+    q, stored = (torch.zeros(2, 4, 512), torch.zeros(2, 4, 64)), ("bfloat16", scale)
+    operation, args = {
+        "concat": ("concat_and_cache_mla", (torch.ones(3, 512), torch.ones(3, 64), cache, torch.arange(3), *stored)),
+        "gather": (
+            "gather_and_maybe_dequant_cache",
+            (cache, torch.zeros(3, 576), table, bounds, None, 3, *stored, lengths),
+        ),
+        "attention": ("mla_paged_attention", (*q, cache, table, lengths, *stored)),
+        "ragged attention": ("mla_ragged_paged_attention", (*q, cache, table, lengths, bounds, *stored)),
+    }[name]
+    options = {"sm_scale": 0.1} if name.endswith("attention") else {}
+    tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(getattr(torch.ops.kvjax, operation).default, args, options, test_utils=tests)

@@ -152,7 +152,7 @@ def _attend_to_latents(
         check_latent_out(out, query, plan, pages, block_table=block_table, seq_lens=seq_lens)
     joined = query.joined
     rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (joined, out))
-    results = (reads if q_nope.is_cuda else host).attend(plan, rows, tensors, None, into)
+    results = (latents if q_nope.is_cuda else host).attend(plan, rows, tensors, None, into)
     return results[0].view(q_nope.shape), results[1].view(q_nope.shape[:-1])
 
 
@@ -171,9 +171,8 @@ def _attend_ragged_to_latents(
     if out is not None:
         read = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
         check_latent_out(out, query, plan.attention, pages, **read)
-    if q_nope.is_cuda:
-        return latents.attend(plan, query.joined, tensors, cu_q_lens, out)
-    return host.attend_ragged(plan, query.joined, tensors, cu_q_lens, None, out)
+    serve = latents if q_nope.is_cuda else host
+    return serve.attend_ragged(plan, query.joined, tensors, cu_q_lens, None, out)
 
 
 def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:

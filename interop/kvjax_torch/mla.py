@@ -275,8 +275,8 @@ def mla_ragged_paged_attention(
     """Attention of the last tokens of each sequence over its latents, with a query length per sequence.
 
     As `kvjax.mla_ragged_paged_attention` defines it; all else is as in `mla_paged_attention`. On a GPU every sequence
-    is padded to `max_q_len` query tokens: for tokens that decode, with drafts, beside short prompts. Prompts are
-    cheaper over keys and values of each head.
+    is padded to `max_q_len` query tokens, rounded up to a power of two: for tokens that decode, with drafts, beside
+    short prompts. Prompts are cheaper over keys and values of each head.
 
     Args:
       q_nope: `[num_tokens, num_heads, kv_lora_rank]`. Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows
