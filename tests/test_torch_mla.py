@@ -31,9 +31,15 @@ from kvjax import (  # noqa: E402
     UnsupportedError,
 )
 from kvjax_torch.arguments.dtypes import torch_dtype  # noqa: E402
-from kvjax_torch.arguments.latents import LatentPages, latent_attention_plan, latent_write_plan  # noqa: E402
+from kvjax_torch.arguments.latents import (  # noqa: E402
+    LatentPages,
+    Rows,
+    latent_attention_plan,
+    latent_gather_plan,
+    latent_write_plan,
+)
 from kvjax_torch.arguments.plan import LatentQuery, SoftmaxOptions  # noqa: E402
-from kvjax_torch.calls import attending, choosing, writing  # noqa: E402
+from kvjax_torch.calls import attending, choosing, gathering, writing  # noqa: E402
 from kvjax_torch.cuda import latents, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 
@@ -368,7 +374,7 @@ def test_checked_mode_refuses_values_out_of_range(run: Any, changes: dict[str, A
             run(**changes)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "fp8_e4m3"])
 def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str):
     """Those for keys and values, which serve latents and rope keys of one dtype on a GPU."""
     spec = spec_of(name, (128, 16))
@@ -380,6 +386,16 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str):
     expected, expect = cache_of(spec, pages)
     kvjax_torch.concat_and_cache_mla(*rows, expected, slots, name, scale)
     assert_same_bytes(read(), expect())
+    table, bounds, starts = torch.tensor([[1, 0, 5], [3, -1, 9]]), torch.tensor([0, 3, 8]), torch.tensor([0, 6])
+    want = torch.zeros(9, 144)
+    kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 9, name, scale, starts)
+    for each in (cache, expected):  # with gaps, and without
+        into = Rows(torch.zeros(9, 144), None, 9)
+        gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
+        call = gathering.gather_call(gather_of, read_from)
+        run_interpreted(call)
+        got = torch.cat(call.tensors[-2:], dim=-1)[0, :, 0]
+        assert_same_bytes(got.numpy(), want.numpy())
 
 
 @pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4"])
