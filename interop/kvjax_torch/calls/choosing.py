@@ -44,6 +44,6 @@ def check_has_kernels(spec: AttentionSpec) -> None:
     if spec.is_mla:  # others are those of keys and values
         raise UnsupportedError(
             f"got latents (MLA) of {spec.dtype.value!r} with qk_rope_head_dim={spec.part_sizes[1]} on a GPU, expected"
-            " float32, float16, bfloat16 or fp8_e4m3 with rope keys, or CPU tensors; JAX serves the others, in memory"
-            " that kvjax_torch.to_torch lends"
+            " float32, float16, bfloat16 or fp8_e4m3 with rope keys, or CPU tensors; JAX serves the others, in a"
+            " KVCache of its own"
         )
