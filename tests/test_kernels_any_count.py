@@ -32,6 +32,7 @@ from support.helpers import (
 )
 from support.interpret_mode import interpret_mode
 
+import kvjax
 from kvjax import KVCacheDType, binaries, gather_kv, kernels
 from kvjax.kernels.write import plan
 
@@ -313,3 +314,39 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
 
 def bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+
+def latent_kernel(operation: str, dtype: KVCacheDType, heads: int, q_len: int) -> kernels.AnyCount:
+    spec = kvjax.MLAAttentionSpec(64, 512, 64, dtype=dtype)
+    batch = attention_kernels(spec, group=heads, q_len=q_len, one_memory=True)
+    decode, merge, _ = batch.of(64, 64)
+    return decode if operation == "decode" else merge
+
+
+def call_latents(operation: str, dtype: KVCacheDType, heads: int, q_len: int, *arrays: jax.Array) -> list[jax.Array]:
+    return latent_kernel(operation, dtype, heads, q_len).function(*arrays)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize(
+    ("operation", "dtype", "heads", "q_len"),
+    [
+        ("decode", KVCacheDType.BFLOAT16, 16, 1),
+        ("decode", KVCacheDType.FLOAT16, 128, 2),
+        ("decode", KVCacheDType.FP8_E4M3, 16, 1),
+        ("merge", KVCacheDType.BFLOAT16, 16, 1),
+    ],
+)
+def test_attention_over_latents_is_two_kernels_that_are_given_integers(operation, dtype, heads, q_len):
+    given = operation, dtype, heads, q_len
+    args = latent_kernel(*given).args
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
+    function = functools.partial(call_latents, *given)
+    [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
+    assert ("wgmma" in kernel.ptx) == (operation == "decode")
+    assert "serialized" not in kernel.ptxas_log
+    if operation == "merge":
+        assert kernel.spill_bytes == 0
+    else:  # as over JAX arrays: results and logits fill the registers, and masks and bytes take more
+        assert kernel.spill_bytes <= (800 if dtype.is_quantized else 160 if q_len == 1 else 240)

@@ -196,7 +196,7 @@ def private_functions(tree: ast.AST, public: Collection[str]) -> Iterator[ast.Fu
 
 
 # The bridge's types of keyword arguments are those of the operations of the same names, with tensors.
-SHARED_CLASS_NAMES = frozenset({"AttentionOptions", "RaggedOptions"})
+SHARED_CLASS_NAMES = frozenset({"AttentionOptions", "RaggedOptions", "MLAOptions", "MLARaggedOptions"})
 
 
 def shared_class_names(modules: Modules) -> Iterator[str]:

@@ -424,8 +424,8 @@ def valid_write() -> dict:
 LATENTS = (
     "kv_cache_dtype: got 'fp8_ds_mla', expected one of float32, float16, bfloat16, fp8_e4m3, fp8_e5m2,"
     " fp8_per_token_head, int8_per_token_head, nvfp4, nvfp4_4over6, fp8_k_nvfp4_v, fp8_k_nvfp4_4over6_v,"
-    " int8_k_nvfp4_v, int8_k_nvfp4_4over6_v (it stores latents (MLA), which JAX serves: kvjax_torch.to_jax and"
-    " kvjax.concat_and_cache_mla)"
+    " int8_k_nvfp4_v, int8_k_nvfp4_4over6_v (it stores latents (MLA), which"
+    " kvjax_torch.concat_and_cache_mla and mla_paged_attention take)"
 )
 
 

@@ -5,6 +5,10 @@ from kvjax_torch.attention import paged_attention as paged_attention
 from kvjax_torch.attention import ragged_paged_attention as ragged_paged_attention
 from kvjax_torch.memory.borrow import to_jax as to_jax
 from kvjax_torch.memory.borrow import to_torch as to_torch
+from kvjax_torch.mla import concat_and_cache_mla as concat_and_cache_mla
+from kvjax_torch.mla import gather_and_maybe_dequant_cache as gather_and_maybe_dequant_cache
+from kvjax_torch.mla import mla_paged_attention as mla_paged_attention
+from kvjax_torch.mla import mla_ragged_paged_attention as mla_ragged_paged_attention
 from kvjax_torch.ops import gather_kv as gather_kv
 from kvjax_torch.ops import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax_torch.ops import rope_and_cache as rope_and_cache

@@ -16,10 +16,27 @@ from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, refuse_gradient
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
-from kvjax_torch.arguments.plan import Encoding, Limits, ReadTensors, RopeInputs, SoftmaxOptions, WriteTensors
+from kvjax_torch.arguments.latents import (
+    GatheredRows,
+    LatentPages,
+    check_latent_out,
+    latent_attention_plan,
+    latent_gather_plan,
+    latent_ragged_plan,
+    latent_write_plan,
+)
+from kvjax_torch.arguments.plan import (
+    Encoding,
+    LatentQuery,
+    Limits,
+    ReadTensors,
+    RopeInputs,
+    SoftmaxOptions,
+    WriteTensors,
+)
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
-from kvjax_torch.cuda import ragged, reads, writes
+from kvjax_torch.cuda import latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -104,6 +121,58 @@ def _attend_ragged(
         check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
     serve = ragged.attend if query.is_cuda else host.attend_ragged
     return serve(plan, query, tensors, cu_q_lens, softmax.sinks, out)
+
+
+def _write_latents(*given: Any, unique_slots: bool = False) -> None:
+    kv_c, k_pe, kv_cache, slot_mapping, *stored = given
+    plan, tensors = latent_write_plan(kv_c, k_pe, LatentPages(kv_cache, *stored), slot_mapping)
+    if kv_cache.is_cuda:
+        latents.write(plan, tensors, unique_slots)
+    else:
+        host.write(plan, tensors)
+
+
+def _gather_latents(*given: Any) -> None:
+    src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, *starts = given
+    pages, rows = LatentPages(src_cache, kv_cache_dtype, scale), GatheredRows(dst, token_to_seq, num_tokens)
+    plan, tensors = latent_gather_plan(pages, rows, block_table, cu_seq_lens, *(starts or (None,)))
+    kv_c, k_pe = (reads if src_cache.is_cuda else host).gather(plan, tensors)
+    rank = kv_c.shape[-1]
+    dst[:num_tokens, :rank] = kv_c[0, :, 0]
+    dst[:num_tokens, rank:] = k_pe[0, :, 0]
+
+
+def _attend_to_latents(
+    q_nope: torch.Tensor, q_pe: torch.Tensor, *given: Any, out: torch.Tensor | None = None, **softmax: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kv_cache, block_table, seq_lens, *stored = given
+    query, pages = LatentQuery(q_nope, q_pe), LatentPages(kv_cache, *stored)
+    plan, tensors = latent_attention_plan(query, pages, block_table, seq_lens, SoftmaxOptions(**softmax))
+    if out is not None:
+        check_latent_out(out, query, plan, pages, block_table=block_table, seq_lens=seq_lens)
+    joined = query.joined
+    rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (joined, out))
+    results = (latents if q_nope.is_cuda else host).attend(plan, rows, tensors, None, into)
+    return results[0].view(q_nope.shape), results[1].view(q_nope.shape[:-1])
+
+
+def _attend_ragged_to_latents(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    *given: Any,
+    out: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    **softmax: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kv_cache, block_table, seq_lens, cu_q_lens, *stored = given
+    query, pages = LatentQuery(q_nope, q_pe), LatentPages(kv_cache, *stored)
+    sequences = block_table, seq_lens, cu_q_lens
+    plan, tensors = latent_ragged_plan(query, pages, sequences, SoftmaxOptions(**softmax), max_q_len)
+    if out is not None:
+        read = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
+        check_latent_out(out, query, plan.attention, pages, **read)
+    serve = latents if q_nope.is_cuda else host
+    return serve.attend_ragged(plan, query.joined, tensors, cu_q_lens, None, out)
 
 
 def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., torch.Tensor]:
@@ -200,6 +269,16 @@ def _attended_into(query: torch.Tensor, **_: Any) -> torch.Tensor:
     return query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
+def _attended_to_latents(q_nope: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialized results of attention over latents."""
+    return q_nope.new_empty(q_nope.shape), q_nope.new_empty(q_nope.shape[:-1], dtype=torch.float32)
+
+
+def _attended_to_latents_into(q_nope: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Uninitialized log-sum-exp of such attention that stores its results in `out`."""
+    return q_nope.new_empty(q_nope.shape[:-1], dtype=torch.float32)
+
+
 def _merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialized results of a merge."""
     merge.check(outs, lses)
@@ -239,11 +318,16 @@ def _register_write(
         _register(f"{name}{scales}", arguments, returns, run, "a write into a cache", results)
 
 
-def _register_attention(name: str, arguments: str, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _register_attention(
+    name: str,
+    arguments: str,
+    kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    results: tuple[Callable[..., Any], Callable[..., Any]] = (_attended, _attended_into),
+) -> None:
     """Registers attention, and that which stores its results in a given tensor."""
-    what = "attention over a cache"
-    _register(name, arguments, _BOTH, kernel, what, _attended)
-    _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, _attended_into)
+    what, (both, lse) = "attention over a cache", results
+    _register(name, arguments, _BOTH, kernel, what, both)
+    _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, lse)
 
 
 _register_write("reshape_and_cache_flash", _WRITTEN, "bool unique_slots=False", "()", _write, _written)
@@ -263,3 +347,35 @@ _register_attention(
     _attend_ragged,
 )
 _register("merge_attention_states", "Tensor[] outs, Tensor[] lses", _BOTH, merge.merge, "a merge of states", _merged)
+
+_OF_LATENTS = "Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens"
+_LATENTS = "str kv_cache_dtype, Tensor scale"
+_LATENT_SOFTMAX = _SOFTMAX.replace(" Tensor? sinks=None,", "")
+_TO_LATENTS = _attended_to_latents, _attended_to_latents_into
+
+_register(
+    "concat_and_cache_mla",
+    f"Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, {_LATENTS}, *, bool unique_slots=False",
+    "()",
+    _write_latents,
+    "a write into a cache",
+    _written,
+)
+_register(
+    "gather_and_maybe_dequant_cache",
+    "Tensor src_cache, Tensor(a!) dst, Tensor block_table, Tensor cu_seq_lens, Tensor? token_to_seq, SymInt num_tokens,"
+    f" {_LATENTS}, Tensor? seq_starts=None",
+    "()",
+    _gather_latents,
+    "a gather",
+    _written,
+)
+_register_attention(
+    "mla_paged_attention", f"{_OF_LATENTS}, {_LATENTS}, *, {_LATENT_SOFTMAX}", _attend_to_latents, _TO_LATENTS
+)
+_register_attention(
+    "mla_ragged_paged_attention",
+    f"{_OF_LATENTS}, Tensor cu_q_lens, {_LATENTS}, *, {_LATENT_SOFTMAX}, SymInt? max_q_len=None",
+    _attend_ragged_to_latents,
+    _TO_LATENTS,
+)

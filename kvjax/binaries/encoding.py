@@ -73,7 +73,11 @@ def decode(encoded: Any) -> Any:
         return np.dtype(encoded["dtype"])
     if "enum" in encoded:
         return _named(encoded["enum"])[encoded["member"]]
-    return _named(encoded["class"])(**{name: decode(x) for name, x in encoded["fields"].items()})
+    kind = _named(encoded["class"])
+    # Fields that others determine, such as the head sizes of latents, are no arguments.
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    derived = {field.name for field in fields if not field.init}
+    return kind(**{name: decode(x) for name, x in encoded["fields"].items() if name not in derived})
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:

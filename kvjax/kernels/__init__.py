@@ -21,6 +21,9 @@ from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
+from kvjax.kernels.mla.any_batch import AnyLatentBatch as AnyLatentBatch
+from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
+from kvjax.kernels.mla.problem import operand_dtype as mla_operand_dtype
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
 from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
 from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
@@ -51,6 +54,7 @@ __all__ = [
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
+    "AnyLatentBatch",
     "BatchKind",
     "PageMemory",
     "PageRegion",
@@ -66,6 +70,8 @@ __all__ = [
     "attention_kernels",
     "attention_passes",
     "gather_kernel",
+    "mla_kernels",
+    "mla_operand_dtype",
     "packed",
     "placement_kernel",
     "prompt_gather_kernel",

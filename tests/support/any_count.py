@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import AttentionSpec, KVCacheDType, kernels
+from kvjax import AttentionSpec, KVCacheDType, MLAAttentionSpec, kernels
 from kvjax.binaries.binary import Device
 from kvjax.kernels.memory import AnyCount
 from kvjax.pages import interleaved_regions
@@ -16,7 +16,8 @@ from support.helpers import simple_spec
 BFLOAT16 = np.dtype(jnp.bfloat16)
 H200 = Device("NVIDIA H200", "9.0", 232448)
 SPEC = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
-KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge")
+LATENTS = MLAAttentionSpec(64, 512, 64, dtype=KVCacheDType.FP8_E4M3)
+KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge", "decode latents")
 """Of `all_kinds`, which takes a while."""
 
 
@@ -83,7 +84,7 @@ def attention_kernels(
     dtype: np.dtype = BFLOAT16,
     interleaved: bool = False,
     **options: Any,
-) -> kernels.AnyBatch:
+) -> kernels.AnyBatch | kernels.AnyLatentBatch:
     target = options.pop("target", kernels.Target())
     own = {name: options.pop(name) for name in ("has_sinks", "one_memory") if name in options}
     memory, scales = beside_memory(spec) if own.get("one_memory") else page_memory(spec), scale_memory(spec)
@@ -91,7 +92,7 @@ def attention_kernels(
         memory, scales = interleaved_memory(spec)
     softmax, num_heads = kernels.Softmax(**{"sm_scale": 0.125} | options), group * spec.num_kv_heads
     kind = kernels.BatchKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
-    return kernels.attention_kernels(kind, target)
+    return (kernels.mla_kernels if spec.is_mla else kernels.attention_kernels)(kind, target)
 
 
 def rotated_write() -> AnyCount:
@@ -118,4 +119,5 @@ def all_kinds() -> dict[str, AnyCount]:
         "gather": gather_kernel(SPEC),
         "decode": decode,
         "merge": merge,
+        "decode latents": attention_kernels(LATENTS, group=16, one_memory=True).of(4, 64)[0],
     }

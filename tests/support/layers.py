@@ -52,6 +52,7 @@ TORCH_LAYERS = (
     "cuda",
     "library",
     "attention",
+    "mla",
     "ops",
     "kvjax_torch",
     "transformers",

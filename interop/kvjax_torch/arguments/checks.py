@@ -56,10 +56,15 @@ def refuse_gradient(what: str, /, **tensors: torch.Tensor) -> None:
 
 def check_devices(key_cache: torch.Tensor, **tensors: torch.Tensor) -> None:
     """Raises `KVCacheValueError` if a tensor is on another device than the cache."""
-    device = key_cache.device
+    check_same_device("key_cache", key_cache, tensors)
+
+
+def check_same_device(cache_name: str, cache: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `KVCacheValueError` if a tensor is on another device than the cache of that name."""
+    device = cache.device
     for name, tensor in tensors.items():
         if tensor.device != device:
-            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of key_cache")
+            raise KVCacheValueError(f"{name}: got device {tensor.device}, expected {device}, that of {cache_name}")
 
 
 def check_index(name: str, index: IndexFacts, dims: tuple[str, ...]) -> None:

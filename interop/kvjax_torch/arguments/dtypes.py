@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from kvjax import (
+    MLA_KV_CACHE_DTYPES,
     STORED_KV_CACHE_DTYPES,
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    MLAAttentionSpec,
     VScaleLayout,
     parse_kv_cache_dtype,
 )
@@ -44,8 +46,8 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     if dtype is KVCacheDType.FP8_DS_MLA:
         names = ", ".join(row.value for row in STORED_KV_CACHE_DTYPES)
         raise KVCacheValueError(
-            f"kv_cache_dtype: got {dtype.value!r}, expected one of {names} (it stores"
-            " latents (MLA), which JAX serves: kvjax_torch.to_jax and kvjax.concat_and_cache_mla)"
+            f"kv_cache_dtype: got {dtype.value!r}, expected one of {names} (it stores latents (MLA), which"
+            " kvjax_torch.concat_and_cache_mla and mla_paged_attention take)"
         )
     if dtype is KVCacheDType.AUTO:
         # A tensor of 8-bit elements does not show whether each token and head has a scale: "auto" assumes not.
@@ -63,6 +65,43 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
             f"key_cache: got dtype {key_cache}, expected {accepted} for kv_cache_dtype {dtype.value!r}"
         )
     return dtype
+
+
+def resolve_latent_dtype(kv_cache_dtype: str | KVCacheDType, kv_cache: torch.dtype) -> KVCacheDType:
+    """The dtype that `kv_cache_dtype` names for a cache tensor of latents (MLA); "auto" is the tensor's own.
+
+    Raises:
+      KVCacheValueError: an unknown name, one that latents cannot have, or "auto" for bytes.
+      KVCacheTypeError: the tensor's element type cannot hold the named dtype.
+    """
+    dtype = parse_kv_cache_dtype(kv_cache_dtype)
+    names = ", ".join(row.value for row in MLA_KV_CACHE_DTYPES)
+    if dtype is KVCacheDType.AUTO:
+        # Rows in bytes have a storage dtype of uint8, that of several dtypes.
+        held = [row for row in MLA_KV_CACHE_DTYPES if kv_cache in _latent_storage(row) and kv_cache is not torch.uint8]
+        if len(held) != 1:
+            raise KVCacheValueError(
+                f"kv_cache_dtype: got {dtype.value!r} with a {kv_cache} cache, expected one of {names}"
+            )
+        return held[0]
+    if dtype not in MLA_KV_CACHE_DTYPES:
+        raise KVCacheValueError(f"kv_cache_dtype: got {dtype.value!r}, expected one of {names} for latents (MLA)")
+    if kv_cache not in (accepted := _latent_storage(dtype)):
+        raise KVCacheTypeError(
+            f"kv_cache: got dtype {kv_cache}, expected {' or '.join(map(str, accepted))} for kv_cache_dtype"
+            f" {dtype.value!r}"
+        )
+    return dtype
+
+
+def _latent_storage(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
+    """Element types of caches of latents: those of keys, but bytes where latents and rope keys are stored otherwise."""
+    is_uniform = MLAAttentionSpec(1, LATENT_UNIT, 0, dtype=dtype).parts == (dtype, dtype)
+    return storage_dtypes(dtype) if is_uniform else (torch.uint8,)
+
+
+LATENT_UNIT = 128
+"""Elements of a latent that all dtypes can store."""
 
 
 def dtype_name(kv_cache_dtype: str | KVCacheDType) -> str:

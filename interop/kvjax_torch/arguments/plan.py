@@ -53,6 +53,23 @@ class ReadTensors(NamedTuple):
         return self.key_cache.shape[0]
 
 
+class LatentQuery(NamedTuple):
+    """The query of attention over latents (MLA).
+
+    Attributes:
+      nope: `[..., num_heads, kv_lora_rank]`, queries without positions, absorbed.
+      pe: `[..., num_heads, qk_rope_head_dim]`, rotated.
+    """
+
+    nope: torch.Tensor
+    pe: torch.Tensor
+
+    @property
+    def joined(self) -> torch.Tensor:
+        """The query of whole keys, `[..., num_heads, kv_lora_rank + qk_rope_head_dim]`, contiguous."""
+        return torch.cat(self, dim=-1)
+
+
 class Encoding(NamedTuple):
     """How a cache's bytes are to be read, as the caller says it.
 
@@ -110,6 +127,18 @@ class CachePlan:
     keys: BlockRows
     values: BlockRows
     scales: tuple[BlockRows, BlockRows] | None = None
+
+    @functools.cached_property
+    def as_keys_and_values(self) -> CachePlan:
+        """The same rows for writes and gathers: latents and rope keys of one dtype are keys and values of two sizes.
+
+        Where their dtypes differ, or there are no rope keys, no spec of keys and values has such rows.
+        """
+        spec = self.spec
+        if not spec.is_mla or spec.parts != (spec.dtype, spec.dtype) or not spec.part_sizes[1]:
+            return self
+        pairs = kvjax.FullAttentionSpec(spec.block_size, 1, *spec.part_sizes, dtype=spec.dtype)
+        return dataclasses.replace(self, spec=pairs)
 
     @functools.cached_property
     def last_value_start(self) -> int:

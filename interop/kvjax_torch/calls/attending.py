@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax import kernels
+from kvjax import AttentionSpec, kernels
 from kvjax.ops.route import Query, Route, route
-from kvjax_torch.arguments.dtypes import numpy_dtype
+from kvjax_torch.arguments.dtypes import numpy_dtype, torch_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, ReadTensors
 from kvjax_torch.calls import choosing
 from kvjax_torch.calls.arrays import (
+    PAGE_ALIGNMENT,
     PagePlaces,
+    page_alignment,
     page_memory,
     page_places,
     scale_arrays,
@@ -49,6 +51,8 @@ def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[Attentio
     spec = plan.cache.spec
     if route_of(plan, device).why_no_decode_kernel is not None:
         return ()
+    if spec.is_mla:  # whose kernel divides rows itself
+        return (AttentionPart(plan, slice(0, plan.num_heads), slice(0, plan.q_len)),)
     parts = []
     for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
         num_heads = (heads.stop - heads.start) * spec.num_kv_heads
@@ -58,11 +62,15 @@ def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[Attentio
     return tuple(parts)
 
 
-def has_attention(plan: AttentionPlan, num_seqs: int, block_table: torch.Tensor) -> bool:
-    """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices."""
+def has_attention(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> bool:
+    """Whether a call has rows and blocks, and few enough elements for the kernels' 32-bit indices.
+
+    The kernel over latents copies 16 bytes at once; that over keys and values takes pages of every alignment.
+    """
     spec = plan.cache.spec
     elements = num_seqs * plan.q_len * plan.num_heads * max(spec.head_size, spec.head_size_v)
-    return 0 < elements <= choosing.INT32_MAX and block_table.numel() > 0
+    is_aligned = not spec.is_mla or page_alignment(tensors.key_cache) == PAGE_ALIGNMENT
+    return 0 < elements <= choosing.INT32_MAX and tensors.block_table.numel() > 0 and is_aligned
 
 
 class AttentionKernels(NamedTuple):
@@ -118,18 +126,18 @@ def attention_calls(
     num_seqs, width = block_table.shape
     max_blocks = choosing.most_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
-    query = _query(query)
+    query = _query(_operand(query, spec))
     block_table, seq_lens = choosing.int32(block_table, -1, num_blocks), choosing.int32(seq_lens, 0, choosing.INT32_MAX)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
     if num_seqs * table_stride > choosing.INT32_MAX:
         block_table, table_stride = block_table.contiguous(), width
-    out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
+    out = query.new_empty((*query.shape[:3], spec.head_size_v), dtype=plan.dtype) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
     sink = () if sinks is None else (sinks.contiguous(),)
     scales = scale_arrays(plan.cache, plan.cache.scale_tensors(tensors))
-    pages = key_cache, value_cache, *scales
+    pages = _rows(key_cache, spec), value_cache, *scales
     counts = num_seqs, max_blocks, min(num_blocks, choosing.INT32_MAX), table_stride, *_token_strides(query)
     return (
         Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
@@ -138,7 +146,9 @@ def attention_calls(
 
 
 @functools.lru_cache(maxsize=1024)
-def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
+def _attention_kernels(
+    plan: AttentionPlan, places: PagePlaces, target: kernels.Target
+) -> kernels.AnyBatch | kernels.AnyLatentBatch:
     keys, values = page_memory(plan.cache, places.alignments)
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
@@ -160,7 +170,26 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         one_memory=places.value_start is not None,
         scale_pages=scale_memory(plan.cache, places.scale_alignments),
     )
-    return kernels.attention_kernels(kind, target)
+    return (kernels.mla_kernels if kind.spec.is_mla else kernels.attention_kernels)(kind, target)
+
+
+def _rows(key_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The keys as the kernels read them: of latents whole rows, which begin with the latents."""
+    if not spec.is_mla:
+        return key_cache
+    row = spec.bytes_per_token // key_cache.element_size()
+    return key_cache.as_strided((*key_cache.shape[:3], row), key_cache.stride(), key_cache.storage_offset())
+
+
+def _operand(query: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """The query as the kernels read it: over latents contiguous and of the dtype of products, clamped to its range."""
+    if not spec.is_mla:
+        return query
+    dtype = torch_dtype(kernels.mla_operand_dtype(spec))
+    if query.dtype is not dtype:
+        most = torch.finfo(dtype).max
+        query = query.float().clamp(-most, most).to(dtype)
+    return query.contiguous()
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:

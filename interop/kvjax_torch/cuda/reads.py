@@ -32,7 +32,7 @@ def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequen
         a batch-invariant call is too large.
     """
     running.check_capability(tensors.key_cache.get_device())
-    serves = attending.has_attention(plan, num_seqs, tensors.block_table)
+    serves = attending.has_attention(plan, num_seqs, tensors)
     parts = attending.attention_parts(plan, tensors.key_cache.device) if serves else ()
     if plan.batch_invariant:  # before anything is compiled or run
         with choosing.one_at_a_time:
@@ -121,7 +121,10 @@ def _attend_to_gathered(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gathered = GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
-    keys, values = (x.transpose(1, 2) for x in gather(gathered, tensors))
+    gathered = gather(dense.as_gather(plan), tensors)
+    if plan.cache.spec.is_mla:
+        keys, values = dense.keys_of_latents(*gathered)
+    else:
+        keys, values = (x.transpose(1, 2) for x in gathered)
     tokens = dense.DenseTokens(keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks)
     return dense.attend(plan, query, tokens, sinks, out=out)

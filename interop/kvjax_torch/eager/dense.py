@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax_torch.arguments.plan import AttentionPlan
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan
 
 MARGIN = 2.0**-28
 """Factor of weights in products of float32 and bfloat16, as in the decode kernel: a sum of up to 2**28 values does not
@@ -30,6 +30,17 @@ class DenseTokens(NamedTuple):
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     num_blocks: int
+
+
+def as_gather(plan: AttentionPlan) -> GatherPlan:
+    """The gather of what a call attends to, in float32."""
+    return GatherPlan(plan.cache.as_keys_and_values, torch.float32, plan.scale_sizes)
+
+
+def keys_of_latents(latents: torch.Tensor, rope_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one head, `[num_seqs, 1, max_len, size]`, of what a gather returns: values are latents."""
+    keys = torch.cat([latents, rope_keys], dim=-1).transpose(1, 2)
+    return keys, keys[..., : latents.shape[-1]]
 
 
 def attend(

@@ -106,8 +106,7 @@ def _decoded(plan: GatherPlan, tensors: ReadTensors, is_there: torch.Tensor) -> 
         view, index = _locate(cache, stored_rows, spec, slot)
         _view(staged, staged_rows, pages)[:, 0] = view[index]
     keys, values = (
-        key_cache.new_zeros((*is_there.shape, spec.num_kv_heads, size), dtype=plan.dtype)
-        for size in (spec.head_size, spec.head_size_v)
+        key_cache.new_zeros((*is_there.shape, spec.num_kv_heads, size), dtype=plan.dtype) for size in spec.part_sizes
     )
     for part, size in _chunks(slot.shape[0]):
         stored = _padded(staged[part], size).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(size))
@@ -123,8 +122,10 @@ def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, tor
 
     What lies where a sequence has no token is undefined.
     """
+    if plan.cache.spec.is_mla:
+        return dense.keys_of_latents(*gather(dense.as_gather(plan), tensors))
     if plan.cache.spec.dtype.is_quantized:
-        gathered = gather(GatherPlan(plan.cache, torch.float32, plan.scale_sizes), tensors)
+        gathered = gather(dense.as_gather(plan), tensors)
         keys, values = (x.transpose(1, 2).contiguous() for x in gathered)
         return keys, values
     # In one pass each of copying blocks, and of arranging heads and converting.
@@ -217,6 +218,9 @@ def encode_chunk(
     slots = jnp.arange(key.shape[0], dtype=jnp.int32)
     pages = KVCache.allocate(spec, key.shape[0])
     with kvjax.checked(False):  # the callers' arguments are already checked
+        if spec.is_mla:
+            rows = key[:, 0], value[:, 0]
+            return kvjax.concat_and_cache_mla(*rows, pages, slots, scale=k_scale, implementation="xla").kv
         written = kvjax.reshape_and_cache_flash_diffkv(
             key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
         )
@@ -230,6 +234,18 @@ def decode_chunk(
     """Keys and values of tokens, from an array of `encode_chunk`."""
     block_table = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
     with kvjax.checked(False):
+        if spec.is_mla:
+            bounds = jnp.array([0, pages.shape[0]], jnp.int32)
+            kv_c, k_pe = kvjax.gather_mla(
+                KVCache(pages, spec),
+                block_table.T,
+                bounds,
+                num_tokens=pages.shape[0],
+                scale=k_scale,
+                dtype=dtype,
+                implementation="xla",
+            )
+            return kv_c[:, None], k_pe[:, None]
         keys, values = kvjax.gather_kv(
             KVCache(pages, spec),
             block_table,
@@ -243,6 +259,8 @@ def decode_chunk(
 
 
 def _one_token_pages(spec: AttentionSpec) -> AttentionSpec:
+    if spec.is_mla:  # which has one layout
+        return dataclasses.replace(spec, block_size=1, page_size_padded=None)
     return dataclasses.replace(
         spec, block_size=1, layout=CacheLayout.NHD, v_scale_layout=VScaleLayout.LINEAR, page_size_padded=None
     )
@@ -292,7 +310,7 @@ def _scales(spec: AttentionSpec, *scales: torch.Tensor) -> list[np.ndarray]:
         (scale.reshape(()) if scale.numel() == 1 else scale).detach().numpy()
         if part.takes_scale
         else np.ones((), np.float32)
-        for scale, part in zip(scales, spec.dtype.parts, strict=True)
+        for scale, part in zip(scales, spec.parts, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.choice import choose, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs, Softmax
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, Problem, Refs, Softmax
 from kvjax.kernels.memory import (
     ANY_LENGTH,
     PAGES,
@@ -57,7 +57,7 @@ class AnyBatch:
         # The decode kernel does not depend on how the merge is launched.
         decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge=MERGE_OF_MANY))
         sized = dataclasses.replace(problem, max_blocks=max_blocks)
-        return decode, _merge_of_any_count(self.problem, config), workspace(sized, config)
+        return decode, merge_of_any_count(self.problem, config), workspace(sized, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +92,13 @@ class BatchKind:
 
 def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
     """The attention of a kind on a GPU."""
+    return AnyBatch(problem_of(kind, target), target)
+
+
+def problem_of(kind: BatchKind, target: Target) -> Problem:
+    """The description of a call of a kind, with counts of 0."""
     softmax = kind.softmax
-    problem = Problem(
+    return Problem(
         spec=kind.spec,
         memory=kind.pages,
         query_dtype=np.dtype(kind.query_dtype),
@@ -116,7 +121,6 @@ def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
         converts_e2m1=target.converts_e2m1,
         scale_memory=kind.scale_pages,
     )
-    return AnyBatch(problem, target)
 
 
 COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
@@ -131,13 +135,13 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     spec = problem.spec
     results = {"out": problem.query_dtype, "lse": jnp.float32, **WORKSPACE}
     arguments = (
-        _vector("seq_lens", jnp.int32),
-        _vector("table", jnp.int32),
-        _vector("query", problem.query_dtype),
+        vector("seq_lens", jnp.int32),
+        vector("table", jnp.int32),
+        vector("query", problem.query_dtype),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
         *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
-        *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
-        *(_vector(name, dtype) for name, dtype in results.items()),
+        *([vector("sinks", jnp.float32)] if problem.has_sinks else []),
+        *(vector(name, dtype) for name, dtype in results.items()),
     )
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
@@ -167,12 +171,13 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
 
 @functools.cache
 @with_origin
-def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
+def merge_of_any_count(problem: Problem, config: Division) -> AnyCount:
+    """The merge of the parts that a decode kernel left in the workspace."""
     results = {"out": problem.query_dtype, "lse": jnp.float32}
     arguments = (
-        _vector("seq_lens", jnp.int32),
-        *([_vector("sinks", jnp.float32)] if problem.has_sinks else []),
-        *(_vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
+        vector("seq_lens", jnp.int32),
+        *([vector("sinks", jnp.float32)] if problem.has_sinks else []),
+        *(vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
     )
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
@@ -189,5 +194,6 @@ def _merge_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     )
 
 
-def _vector(name: str, dtype: DTypeLike) -> Argument:
+def vector(name: str, dtype: DTypeLike) -> Argument:
+    """A one-dimensional argument."""
     return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH,), dtype))

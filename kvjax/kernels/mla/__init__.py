@@ -7,6 +7,7 @@ Modules:
 - `packed`: the bytes of fp8 latents, and their decoding to a tile.
 - `decode`: the loop over tiles of tokens, and the epilogue.
 - `arrays`: both kernels over the pages of a JAX array.
+- `any_batch`: both over caller-owned memory, for launchers.
 """
 
 from __future__ import annotations
@@ -14,4 +15,5 @@ from __future__ import annotations
 from kvjax.kernels.mla.arrays import decode as decode
 from kvjax.kernels.mla.problem import MLAConfig as MLAConfig
 from kvjax.kernels.mla.problem import choose as choose
+from kvjax.kernels.mla.problem import operand_dtype as operand_dtype
 from kvjax.kernels.mla.problem import why_not as why_not

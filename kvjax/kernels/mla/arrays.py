@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import Ref
+from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
@@ -93,26 +95,16 @@ def _attend(
         query, pages, table, seq_lens, layer, k_scale, out, lse, partial, partial_lse, spans, *shared = refs
         known = {"out": out, "lse": lse, "partial": partial, "partial_lse": partial_lse, "spans": spans}
         own = Refs(query=query, pages=pages, table=table, seq_lens=seq_lens, layer=layer, k_scale=k_scale, **known)
-        packed = shared.pop() if spec.dtype.is_quantized else None
-        own_tiles = Tiles.of(spec, tuple(shared))
-        LatentDecode(problem, config, own, own_tiles, None if packed is None else Packed(packed, own_tiles)).run()
+        run_decode(problem, config, own, shared)
 
-    kernel = plgpu.kernel(
-        compat.named("mla_paged_attention", body),
-        out_type=(
-            jax.ShapeDtypeStruct((rows, *halves), query.dtype),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            jax.ShapeDtypeStruct((parts, *halves), jnp.float32),
-            jax.ShapeDtypeStruct((parts, 2), jnp.float32),
-            jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
-        ),
-        scratch_types=scratch_types(spec, dtype) + ([scratch_type(spec)] if spec.dtype.is_quantized else []),
-        grid=(config.blocks, config.passes),
-        grid_names=("block", "rows"),
-        num_threads=WARPGROUPS,
-        thread_name="warpgroup",
-        compiler_params=_COMPILER_PARAMS,
+    out_type = (
+        jax.ShapeDtypeStruct((rows, *halves), query.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+        jax.ShapeDtypeStruct((parts, *halves), jnp.float32),
+        jax.ShapeDtypeStruct((parts, 2), jnp.float32),
+        jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
+    kernel = decode_kernel(body, problem, config, out_type)
     operand = _converted(query, dtype).reshape(rows, spec.head_size)
     # A placeholder for an absent layer, which the kernel does not read.
     layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
@@ -130,6 +122,33 @@ def _attend(
     merge(read.seq_lens, partial.reshape(-1), partial_lse.reshape(-1), spans, out_ref, lse_ref)
     shape = problem.num_seqs, problem.q_len, problem.num_heads
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
+
+
+def run_decode(problem: Problem, config: MLAConfig, refs: Refs, shared: Sequence[Ref]) -> None:
+    """The body of the decode kernel; `shared` is shared memory, as `decode_kernel` allocates it."""
+    *of_tiles, last = shared
+    if not problem.spec.dtype.is_quantized:
+        LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
+        return
+    tiles = Tiles.of(problem.spec, tuple(of_tiles))
+    LatentDecode(problem, config, refs, tiles, Packed(last, tiles)).run()
+
+
+def decode_kernel(body: Callable[..., None], problem: Problem, config: MLAConfig, out_type: Any = ()) -> Kernel:
+    """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
+    spec = problem.spec
+    packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
+    kernel: Kernel = plgpu.kernel(
+        compat.named("mla_paged_attention", body),
+        out_type=out_type,
+        scratch_types=scratch_types(spec, operand_dtype(spec)) + packed,
+        grid=(config.blocks, config.passes),
+        grid_names=("block", "rows"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=_COMPILER_PARAMS,
+    )
+    return kernel
 
 
 def _converted(query: jax.Array, dtype: np.dtype) -> jax.Array:

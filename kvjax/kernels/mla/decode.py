@@ -175,7 +175,7 @@ class LatentDecode:
             page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
             page = jnp.where(is_token, page, 0)
             offset = token * problem.spec.bytes_per_token
-            source = Source(self.refs.pages, page, problem.spec.page_size_bytes, offset, is_token)
+            source = Source(self.refs.pages, page, problem.memory[0].page_stride, offset, is_token)
             self.tiles.store_bias(tile, number, is_token)
             if self.packed is None:
                 self.tiles.copy(self.slot(tile) + 1, number, source)

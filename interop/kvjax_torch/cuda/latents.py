@@ -1,0 +1,73 @@
+"""Latents (MLA) of CUDA tensors on torch's current stream: writes, and attention with padded query tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
+from kvjax_torch.calls import choosing, writing
+from kvjax_torch.cuda import reads
+from kvjax_torch.launch import running
+
+WORD_BYTES = 4
+"""Alignment of the memory that the kernel over latents stores results to, two elements at once."""
+
+
+def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
+    """`concat_and_cache_mla` of CUDA tensors that `plan` describes.
+
+    Raises:
+      UnsupportedError: no kernel writes such latents.
+    """
+    running.check_capability(tensors.key_cache.get_device())
+    with choosing.one_at_a_time:
+        call = writing.write_call(plan, tensors, unique_slots)
+    running.run(call)
+
+
+def attend(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given; there are no sinks."""
+    if out is None or not out.data_ptr() % WORD_BYTES:
+        return reads.attend(plan, query, tensors, sinks, out)
+    results, lse = reads.attend(plan, query, tensors, sinks)
+    return out.copy_(results), lse
+
+
+def attend_ragged(
+    plan: RaggedPlan,
+    query: torch.Tensor,
+    tensors: ReadTensors,
+    cu_q_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_ragged_paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
+
+    Every sequence is padded to as many query tokens, its own last, so that the host need not know their numbers: to a
+    power of two, so that few kernels are compiled where `max_q_len` varies.
+    """
+    q_len, (num_tokens, num_heads, _) = 1 << (plan.max_q_len - 1).bit_length(), query.shape
+    rank = plan.attention.cache.spec.head_size_v
+    # One row more, for those of the padding.
+    outs = query.new_zeros((num_tokens + 1, num_heads, rank))
+    lses = query.new_full((num_tokens + 1, num_heads), -torch.inf, dtype=torch.float32)
+    if num_tokens and tensors.block_table.numel():
+        bounds = cu_q_lens.to(torch.int64).clamp(0, num_tokens)
+        first, end = bounds[:-1, None], bounds[1:, None]
+        row = end - q_len + torch.arange(q_len, device=query.device)
+        is_own = (row >= first) & (end - first <= plan.max_q_len)
+        padded = query[row.clamp(0, num_tokens - 1)]
+        results = reads.attend(dataclasses.replace(plan.attention, q_len=q_len), padded, tensors, sinks)
+        index = torch.where(is_own, row, num_tokens).flatten()
+        for whole, part in zip((outs, lses), results, strict=True):
+            whole[index] = part.flatten(0, 1)
+    lse = lses[:-1].clone()
+    return outs[:-1].clone() if out is None else out.copy_(outs[:-1]), lse
