@@ -32,8 +32,8 @@ from kvjax import (  # noqa: E402
 )
 from kvjax_torch.arguments.dtypes import torch_dtype  # noqa: E402
 from kvjax_torch.arguments.latents import (  # noqa: E402
+    GatheredRows,
     LatentPages,
-    Rows,
     latent_attention_plan,
     latent_gather_plan,
     latent_write_plan,
@@ -390,7 +390,7 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str):
     want = torch.zeros(9, 144)
     kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 9, name, scale, starts)
     for each in (cache, expected):  # with gaps, and without
-        into = Rows(torch.zeros(9, 144), None, 9)
+        into = GatheredRows(torch.zeros(9, 144), None, 9)
         gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
         call = gathering.gather_call(gather_of, read_from)
         run_interpreted(call)
