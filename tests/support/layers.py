@@ -53,6 +53,8 @@ TORCH_LAYERS = (
     "library",
     "attention",
     "ops",
+    "exact_window",
+    "window_attention",
     "kvjax_torch",
     "transformers",
     "transformers_cache",
