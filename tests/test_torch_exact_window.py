@@ -43,7 +43,7 @@ class TorchServer(Server):
     def __init__(self, case: Case, *args: Any, device: str = "cpu", **options: Any) -> None:
         super().__init__(case, *args, **options)
         self.device, spec = device, case.spec
-        pages = np.asarray(self.cache.kv).view(np.uint8).reshape(self.cache.num_blocks, -1)
+        pages = np.array(self.cache.kv).view(np.uint8).reshape(self.cache.num_blocks, -1)
         self.pages = torch_cache(pages, spec, device=device)
         scales = [case.scales.get(name, np.float32(1)) for name in ("k_scale", "v_scale")]
         self.stored_as = (spec.dtype, *(torch.tensor(scale, device=device) for scale in scales))

@@ -8,6 +8,7 @@ block table addresses it. `kvjax_torch.window_attention` attends to it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -172,7 +173,7 @@ def fill_exact_window(
 
 
 def empty_pages(
-    like: torch.Tensor, num_blocks: int, num_kv_heads: int, head_sizes: list[int]
+    like: torch.Tensor, num_blocks: int, num_kv_heads: int, head_sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks that hold nothing, keys and values of equal sizes in one allocation, which kernels read faster."""
     rest = BLOCK_SIZE, num_kv_heads
@@ -186,7 +187,7 @@ def write_recent(
     key: torch.Tensor, value: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor
 ) -> None:
     """Writes tokens to blocks in the model dtype."""
-    reshape_and_cache_flash(key, value, *pages, slots, *MODEL_DTYPE, unique_slots=True)
+    reshape_and_cache_flash(key, value, pages[0], pages[1], slots, *MODEL_DTYPE, unique_slots=True)
 
 
 def _blocks_per_row(size: object, max_q_len: object) -> int:

@@ -1,7 +1,7 @@
-"""Attention with an exact recent window on torch tensors: each query's last tokens from a ring, all earlier from pages.
+"""Attention with an exact recent window on torch tensors: a query's last tokens from a ring, all earlier from pages.
 
-As in `kvjax.window_attention`, both parts are causal attention, joined by `merge_attention_states`. Indices are computed
-on the device, and shapes depend on no value.
+As in `kvjax.window_attention`, both parts are causal attention, joined by `merge_attention_states`. Indices are
+computed on the device, and shapes depend on no value.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def exact_window_attention(
     if kvjax.is_checked():
         check_rows("window_rows", window_rows, step.q_lens > 0, exact_window.num_rows)
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
-    options |= {"batch_invariant": batch_invariant, "return_lse": True}
+    options["batch_invariant"] = batch_invariant
     window = as_window(sliding_window)
     parts = []
     if window is None or window > size:  # first, for it checks most arguments before the ring is written
@@ -122,6 +122,7 @@ def exact_window_attention(
                 v_scale,
                 v_scale_layout=v_scale_layout,
                 sliding_window=None if window is None else window - size,
+                return_lse=True,
                 **options,
             )
         )
@@ -136,13 +137,15 @@ def exact_window_attention(
         write_recent(key, value, pages, step.ring_slots)
     near = ragged_paged_attention(
         query,
-        *recent,
+        recent[0],
+        recent[1],
         table.int(),
         (step.lens - step.first_block * BLOCK_SIZE).int(),
         cu_q_lens,
         *MODEL_DTYPE,
         sliding_window=size if window is None else min(window, size),
         sinks=sinks,
+        return_lse=True,
         **options,
     )
     outs, lses = zip(near, *parts, strict=True)
