@@ -71,7 +71,8 @@ class TorchServer(Server):
 
     def call(self, new: Any, step: StepMetadata, **options: Any) -> dict[str, Any]:
         """The arguments of a step, after its tokens are in the pages."""
-        query, key, value = (torch.tensor(x, device=self.device) for x in new)
+        dtype = getattr(torch, self.case.query_dtype)  # torch reads no bfloat16 of NumPy's
+        query, key, value = (torch.tensor(x.astype(np.float32), device=self.device).to(dtype) for x in new)
         slots = torch.tensor(np.asarray(step.slot_mapping), device=self.device)
         caches = {"key_cache": self.pages.key, "value_cache": self.pages.value}
         kvjax_torch.reshape_and_cache_flash(key, value, *caches.values(), slots, *self.stored_as)
