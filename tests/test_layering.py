@@ -195,8 +195,8 @@ def private_functions(tree: ast.AST, public: Collection[str]) -> Iterator[ast.Fu
         yield from private_functions(node, public)
 
 
-# The bridge's types of keyword arguments are those of the operations of the same names, with tensors.
-SHARED_CLASS_NAMES = frozenset({"AttentionOptions", "RaggedOptions", "MLAOptions", "MLARaggedOptions"})
+# The bridge's windows and types of keyword arguments are those of the operations of the same names, with tensors.
+SHARED_CLASS_NAMES = frozenset({"AttentionOptions", "RaggedOptions", "MLAOptions", "MLARaggedOptions", "ExactWindow"})
 
 
 def shared_class_names(modules: Modules) -> Iterator[str]:

@@ -173,7 +173,7 @@ class Server:
         self.filled = [i for i, row in enumerate(fills) if row >= 0]
         if self.filled:
             fills = np.pad(fills, (0, NUM_SEQS - len(fills)), constant_values=-1)
-            self.window = _fill(self.window, self.cache, step, fills)
+            self.fill(step, fills)
         starts = [one.num_tokens - q_len for one, q_len in zip(self.sequences, q_lens, strict=True)]
         parts = [one[start : start + q_len] for one, start, q_len in zip(self.tokens, starts, q_lens, strict=True)]
         new = [
@@ -183,18 +183,19 @@ class Server:
             for name, of in dataclasses.asdict(self.tokens[0]).items()
         ]
         heads = new[0].shape[1]
+        out = self.attend(new, step, logits_soft_cap=self.case.cap, sinks=self.case.sink_of(heads), **options)
+        assert not out[sum(q_lens) :].any()
+        return np.split(out[: sum(q_lens)].astype(np.float64), np.cumsum(q_lens)[:-1])
+
+    def fill(self, step: StepMetadata, fills: np.ndarray) -> None:
+        """Fills rows of the window from the pages."""
+        self.window = _fill(self.window, self.cache, step, fills)
+
+    def attend(self, new: Sequence[np.ndarray], step: StepMetadata, **options: Any) -> np.ndarray:
+        """Writes a step's tokens and attends."""
         attend = _attend_within if isinstance(options.get("sliding_window"), int) else _attend
-        out, self.cache, self.window = attend(
-            *new,
-            self.cache,
-            step,
-            exact_window=self.window,
-            logits_soft_cap=self.case.cap,
-            sinks=self.case.sink_of(heads),
-            **options,
-        )
-        assert not np.asarray(out[sum(q_lens) :]).any()
-        return np.split(np.asarray(out, np.float64)[: sum(q_lens)], np.cumsum(q_lens)[:-1])
+        out, self.cache, self.window = attend(*new, self.cache, step, exact_window=self.window, **options)
+        return np.asarray(out)
 
     def serve(self, steps: Sequence[Sequence[int]], **options: Any) -> list[np.ndarray]:
         """Runs steps; returns the results of each sequence's tokens in them."""

@@ -54,6 +54,8 @@ TORCH_LAYERS = (
     "attention",
     "mla",
     "ops",
+    "exact_window",
+    "window_attention",
     "kvjax_torch",
     "transformers",
     "transformers_cache",

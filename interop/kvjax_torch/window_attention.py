@@ -1,0 +1,257 @@
+"""Attention with an exact recent window on torch tensors: a query's last tokens from a ring, all earlier from pages.
+
+As in `kvjax.window_attention`, both parts are causal attention, joined by `merge_attention_states`. Indices are
+computed on the device, and shapes depend on no value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+import kvjax
+from kvjax import KVCacheDType, KVCacheValueError
+from kvjax.ops.options import MAX_WINDOW, as_limits, as_window, num_reached_blocks
+from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
+from kvjax_torch.arguments.scales import Scale
+from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
+from kvjax_torch.exact_window import (
+    BLOCK_SIZE,
+    MODEL_DTYPE,
+    PADDING_SLOT,
+    ExactWindow,
+    check_rows,
+    check_window,
+    empty_pages,
+    existing_rows,
+    lengths,
+    write_recent,
+)
+
+
+def exact_window_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    exact_window: ExactWindow,
+    window_rows: torch.Tensor,
+    kv_cache_dtype: str | KVCacheDType,
+    k_scale: Scale,
+    v_scale: Scale,
+    *,
+    v_scale_layout: str = "linear",
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    max_q_len: int | None = None,
+    max_prompts: int | None = None,
+    decode_q_len: int | None = None,
+) -> torch.Tensor:
+    """Attends as `ragged_paged_attention`, with the last `exact_window.size` tokens of each query exact.
+
+    Call it after the step's tokens were written to the pages, which stay complete. It writes them to the window too, in
+    place. The rows have to hold the tokens before the step's first, as far as its queries see them: what earlier steps
+    or `fill_exact_window` left there. Semantics are those of `kvjax.exact_window_attention`. The host does not wait,
+    and a CUDA graph replays with other contents of all tensors. No gradient is computed.
+
+    Args:
+      query: as in `ragged_paged_attention`.
+      key: `[num_tokens, num_kv_heads, head_size]`, the step's keys as they were written to the pages, so rotated.
+      value: `[num_tokens, num_kv_heads, head_size_v]`, likewise.
+      key_cache: as in `reshape_and_cache_flash`.
+      value_cache: as in `reshape_and_cache_flash`.
+      block_table: as in `ragged_paged_attention`.
+      seq_lens: as in `ragged_paged_attention`.
+      cu_q_lens: as in `ragged_paged_attention`.
+      exact_window: of as many heads, of the same sizes.
+      window_rows: int32 or int64 `[num_seqs]`, each sequence's row of the window. Without one (-1) a sequence sees no
+        exact tokens.
+      kv_cache_dtype: as in `reshape_and_cache_flash`.
+      k_scale: the decode scale that the keys were written with.
+      v_scale: the decode scale that the values were written with.
+      v_scale_layout: the order that the V scales were written in.
+      sm_scale: as in `ragged_paged_attention`.
+      sliding_window: tokens that a query token sees, exact ones included; None for all.
+      logits_soft_cap: as in `ragged_paged_attention`.
+      sinks: as in `ragged_paged_attention`.
+      batch_invariant: as in `ragged_paged_attention`.
+      max_q_len: as in `ragged_paged_attention`. If it is at most that of the window, queries attend over the ring
+        itself, else over a copy of the rows of the step's sequences and its new tokens. Pass it in every step.
+      max_prompts: as in `ragged_paged_attention`.
+      decode_q_len: as in `ragged_paged_attention`.
+
+    Returns:
+      `[num_tokens, num_heads, head_size_v]` of the query's dtype.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `ragged_paged_attention`; a window of other heads than
+        the cache's, or rows of another shape. In `kvjax.checked()` also a row that the window does not have, for a
+        sequence with new tokens.
+    """
+    tensors = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "window_rows": window_rows}
+    check_window(exact_window, key_cache, value_cache, tensors)
+    _check_tokens(exact_window, query, key, value)
+    limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
+    num_tokens, size = query.shape[0], exact_window.size
+    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows, num_tokens)
+    if kvjax.is_checked():
+        check_rows("window_rows", window_rows, step.q_lens > 0, exact_window.num_rows)
+    options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
+    options["batch_invariant"] = batch_invariant
+    window = as_window(sliding_window)
+    parts = []
+    if window is None or window > size:  # first, for it checks most arguments before the ring is written
+        parts.append(
+            ragged_paged_attention(
+                query,
+                key_cache,
+                value_cache,
+                block_table,
+                (step.lens - size).clamp(min=0).int(),  # a query whose limit is below 0 sees nothing
+                cu_q_lens,
+                kv_cache_dtype,
+                k_scale,
+                v_scale,
+                v_scale_layout=v_scale_layout,
+                sliding_window=None if window is None else window - size,
+                return_lse=True,
+                **options,
+            )
+        )
+    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
+    pages = exact_window.key_cache, exact_window.value_cache
+    if longest <= exact_window.max_q_len:
+        write_recent(key, value, pages, step.ring_slots)
+        recent, table = pages, step.ring_table(longest)
+    else:
+        recent, table, slots = _with_room(exact_window, step, longest)
+        write_recent(key, value, recent, slots)
+        write_recent(key, value, pages, step.ring_slots)
+    near = ragged_paged_attention(
+        query,
+        recent[0],
+        recent[1],
+        table.int(),
+        (step.lens - step.first_block * BLOCK_SIZE).int(),
+        cu_q_lens,
+        *MODEL_DTYPE,
+        sliding_window=size if window is None else min(window, size),
+        sinks=sinks,
+        return_lse=True,
+        **options,
+    )
+    outs, lses = zip(near, *parts, strict=True)
+    return merge_attention_states(outs, lses)[0] if parts else near[0]
+
+
+class _StepTensors(NamedTuple):
+    """Where the tokens of a step's sequences are in a window; int64.
+
+    Attributes:
+      lens: `[num_seqs]`, tokens of each sequence, the new ones included.
+      q_lens: `[num_seqs]`, its new tokens.
+      first_block: `[num_seqs]`, the first of its blocks (of `BLOCK_SIZE` tokens) that its queries see.
+      row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
+      window: the window.
+      seq: `[num_tokens]`, each new token's sequence.
+      position: `[num_tokens]`, its position, -1 for padding.
+    """
+
+    lens: torch.Tensor
+    q_lens: torch.Tensor
+    first_block: torch.Tensor
+    row_start: torch.Tensor
+    window: ExactWindow
+    seq: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, window: ExactWindow, seq_lens: torch.Tensor, cu_q_lens: torch.Tensor, rows: torch.Tensor, num_tokens: int
+    ) -> _StepTensors:
+        lens, q_lens = lengths(seq_lens, cu_q_lens)
+        first_block = (lens - q_lens - (window.size - 1)).clamp(min=0) // BLOCK_SIZE
+        ends = cu_q_lens[1:].long()
+        token = torch.arange(num_tokens, device=ends.device)
+        seq = torch.searchsorted(ends, token, right=True)
+        is_token = seq < len(lens)
+        seq = seq.clamp(max=max(len(lens) - 1, 0))
+        position = torch.where(is_token, lens[seq] - (ends[seq] - token), -1)
+        return cls(
+            lens, q_lens, first_block, existing_rows(rows, window) * window.blocks_per_row, window, seq, position
+        )
+
+    @property
+    def ring_slots(self) -> torch.Tensor:
+        """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
+        tokens, start = self.window.tokens_per_row, self.row_start[self.seq] * BLOCK_SIZE
+        is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
+        return torch.where(is_kept, start + self.position % tokens, PADDING_SLOT)
+
+    def ring_table(self, max_q_len: int) -> torch.Tensor:
+        """A block table of the ring, from each sequence's `first_block` on, for so many new tokens.
+
+        Its first and its last column may be one block of the ring, for tokens of either.
+        """
+        block = self.first_block[:, None] + torch.arange(self.num_columns(max_q_len), device=self.lens.device)
+        in_row = self.row_start[:, None] + block % self.window.blocks_per_row
+        return torch.where(self.row_start[:, None] >= 0, in_row, -1)
+
+    def num_columns(self, max_q_len: int) -> int:
+        """The most blocks that the queries of a sequence with so many new tokens see."""
+        return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, BLOCK_SIZE)
+
+
+def _with_room(
+    window: ExactWindow, step: _StepTensors, max_q_len: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A copy of the rows of a step's sequences with room for its tokens, its block table and their slots.
+
+    The first columns of the table are blocks of the rows, from `first_block` to that of the first new token, the others
+    blocks of the chunks.
+    """
+    num_seqs, num_tokens, device = len(step.lens), len(step.position), step.lens.device
+    num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
+    # Full blocks of new tokens, and one partial block for each sequence that has any.
+    room = (num_tokens + min(num_seqs, num_tokens) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
+    heads, head_sizes = window.key_cache.shape[2], [window.key_cache.shape[3], window.value_cache.shape[3]]
+    pages = empty_pages(window.key_cache, num_seqs * num_old + room, heads, head_sizes)
+    old = step.ring_table(1).flatten().clamp(min=0)
+    for copied, ring in zip(pages, (window.key_cache, window.value_cache), strict=True):
+        copied[: len(old)] = ring[old]
+    num_blocks = (step.lens + BLOCK_SIZE - 1) // BLOCK_SIZE - step.first_block - num_old
+    num_blocks = torch.where((step.q_lens > 0) & (step.row_start >= 0), num_blocks.clamp(min=0), 0)
+    start = num_seqs * num_old + num_blocks.cumsum(0) - num_blocks
+    column = torch.arange(columns, device=device)[None]
+    own = torch.arange(num_seqs, device=device)[:, None] * num_old + column
+    table = torch.where(column < num_old, own, start[:, None] + column - num_old)
+    exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
+    table = torch.where(exists, table, -1)
+    of_token = step.position // BLOCK_SIZE - step.first_block[step.seq]
+    block = table[step.seq, of_token.clamp(0, max(columns - 1, 0))]
+    is_written = (step.position >= 0) & (of_token >= 0) & (of_token < columns) & (block >= 0)
+    slots = torch.where(is_written, block * BLOCK_SIZE + step.position % BLOCK_SIZE, PADDING_SLOT)
+    return pages, table, slots
+
+
+def _check_tokens(window: ExactWindow, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises if a step's tokens are not those of the window, before anything is written."""
+    check_tensors(query=query, key=key, value=value)
+    refuse_gradient("exact_window_attention", query=query, key=key, value=value)
+    check_devices(window.key_cache, query=query, key=key, value=value)
+    of_head = {"key": window.key_cache.shape[2:], "value": window.value_cache.shape[2:]}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        expected = of_head.get(name, (*tensor.shape[1:2], window.key_cache.shape[3]))
+        if tensor.ndim != 3 or tensor.shape != (query.shape[0], *expected):
+            raise KVCacheValueError(
+                f"{name}: got shape {tuple(tensor.shape)}, expected {(query.shape[0], *expected)}, of"
+                f" {'[num_tokens, num_heads, head_size]' if name == 'query' else 'the query and exact_window'}"
+            )

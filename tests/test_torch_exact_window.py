@@ -1,0 +1,236 @@
+"""Exact windows on torch tensors have the results of those on JAX arrays, eager, and in graphs on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.exact_windows import Case, Server, cuts_of, random_tokens  # noqa: E402
+from support.torch_helpers import capture, torch_cache  # noqa: E402
+
+import kvjax  # noqa: E402
+import kvjax_torch  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata  # noqa: E402
+
+LENGTHS = (61, 9, 40)
+CUTS = ((1, 1, 1), (17, 3, 8), (61, 9, 40), (24, 1, 33))
+"""The most tokens of each sequence in a step."""
+DRAFTS = Case(
+    "fp8_e4m3", size=13, max_q_len=4, sliding_window=19, cap=3.0, sinks=True, layout="HND", block_size=4, head_size_v=16
+)
+CASES = [
+    Case(),
+    DRAFTS,
+    Case("int8_per_token_head", size=16, block_size=3, sinks=True),
+    Case("fp8_e5m2", size=33, sliding_window=5, max_q_len=3),
+    Case("bfloat16", size=9, model_dtype="bfloat16"),
+    pytest.param(Case("nvfp4", size=12, sliding_window=12, sinks=True), marks=pytest.mark.full),
+    pytest.param(Case("nvfp4", size=12, sliding_window=13, max_q_len=2), marks=pytest.mark.full),
+    pytest.param(Case("nvfp4", size=5, block_size=64, max_q_len=3), marks=pytest.mark.full),
+    pytest.param(Case("nvfp4", size=500, max_q_len=2), marks=pytest.mark.full),
+    pytest.param(Case("fp8_k_nvfp4_v", size=1, cap=2.0), marks=pytest.mark.full),
+    pytest.param(Case("nvfp4_4over6", size=64, num_kv_heads=1, group=3), marks=pytest.mark.full),
+]
+
+
+class TorchServer(Server):
+    """The same, served by `kvjax_torch`."""
+
+    def __init__(self, case: Case, *args: Any, device: str = "cpu", **options: Any) -> None:
+        super().__init__(case, *args, **options)
+        self.device, spec = device, case.spec
+        pages = np.array(self.cache.kv).view(np.uint8).reshape(self.cache.num_blocks, -1)
+        self.pages = torch_cache(pages, spec, device=device)
+        scales = [case.scales.get(name, np.float32(1)) for name in ("k_scale", "v_scale")]
+        self.stored_as = (spec.dtype, *(torch.tensor(scale, device=device) for scale in scales))
+        self.ring = kvjax_torch.ExactWindow.allocate(
+            self.window.num_rows,
+            case.size,
+            case.num_kv_heads,
+            case.head_size,
+            head_size_v=case.head_size_v,
+            dtype=getattr(torch, case.model_dtype),
+            device=device,
+            max_q_len=case.max_q_len,
+        )
+        for pages in (self.ring.key_cache, self.ring.value_cache):
+            pages.fill_(torch.nan)
+
+    def on_device(self, step: StepMetadata) -> dict[str, torch.Tensor]:
+        names = "block_table", "seq_lens", "cu_q_lens"
+        return {name: torch.tensor(np.asarray(getattr(step, name)), device=self.device) for name in names}
+
+    def fill(self, step: StepMetadata, fills: np.ndarray) -> None:
+        rows, of_step = torch.tensor(fills, device=self.device), self.on_device(step)
+        caches = self.pages.key, self.pages.value
+        kvjax_torch.fill_exact_window(self.ring, *caches, *of_step.values(), rows, *self.stored_as)
+
+    def call(self, new: Any, step: StepMetadata, **options: Any) -> dict[str, Any]:
+        """The arguments of a step, after its tokens are in the pages."""
+        dtype = getattr(torch, self.case.query_dtype)  # torch reads no bfloat16 of NumPy's
+        query, key, value = (torch.tensor(x.astype(np.float32), device=self.device).to(dtype) for x in new)
+        slots = torch.tensor(np.asarray(step.slot_mapping), device=self.device)
+        caches = {"key_cache": self.pages.key, "value_cache": self.pages.value}
+        kvjax_torch.reshape_and_cache_flash(key, value, *caches.values(), slots, *self.stored_as)
+        stored_as = dict(zip(("kv_cache_dtype", "k_scale", "v_scale"), self.stored_as, strict=True))
+        rows = torch.tensor(np.asarray(step.window_rows), device=self.device)
+        given = {"query": query, "key": key, "value": value, "exact_window": self.ring, "window_rows": rows}
+        if options["sinks"] is not None:
+            options["sinks"] = torch.tensor(options["sinks"], device=self.device)
+        options.setdefault("sliding_window", self.case.sliding_window)
+        return given | caches | stored_as | self.on_device(step) | options
+
+    def attend(self, new: Any, step: StepMetadata, **options: Any) -> np.ndarray:
+        return kvjax_torch.exact_window_attention(**self.call(new, step, **options)).cpu().float().numpy()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_those_of_jax_wherever_chunks_are_cut(case: Case):
+    tokens, wanted = random_tokens(case, LENGTHS)
+    for sizes in CUTS:
+        steps = cuts_of(LENGTHS, sizes)
+        results = TorchServer(case, tokens).serve(steps)
+        for got, one in zip(results, wanted, strict=True):
+            np.testing.assert_allclose(got, one, rtol=2e-5, atol=2e-5)
+        if sizes == CUTS[1]:
+            for got, one in zip(results, Server(case, tokens).serve(steps), strict=True):
+                np.testing.assert_allclose(got, one, rtol=2e-5, atol=2e-5)
+
+
+def test_drafts_are_truncated():
+    tokens, wanted = random_tokens(DRAFTS, LENGTHS)
+    server = TorchServer(DRAFTS, tokens)
+    server.step([30, 5, 20])
+    for rejected in (3, 0, 2, 1):
+        for got, one, sequence in zip(server.step([4, 0, 4]), wanted, server.sequences, strict=True):
+            np.testing.assert_allclose(
+                got, one[sequence.num_tokens - len(got) : sequence.num_tokens], rtol=2e-5, atol=2e-5
+            )
+        for sequence in (server.sequences[0], server.sequences[2]):
+            sequence.truncate(sequence.num_tokens - rejected)
+
+
+def test_a_lost_row_is_filled_from_the_pages():
+    """As JAX's is: with the same bytes, and so the same results."""
+    case = Case("nvfp4", size=20, max_q_len=2)
+    tokens, _ = random_tokens(case, LENGTHS)
+    servers = [TorchServer(case, tokens), Server(case, tokens)]
+    for server in servers:
+        server.step([40, 7, 30])
+        server.rows = kvjax.WindowRows(server.window)  # which forgets all
+    for q_lens in ([1, 1, 1], [9, 1, 2]):
+        for got, one in zip(*(server.step(q_lens) for server in servers), strict=True):
+            np.testing.assert_allclose(got, one, rtol=2e-5, atol=2e-5)
+        assert servers[0].filled == servers[1].filled
+
+
+def small_call(**changes: Any) -> dict[str, Any]:
+    """A step of two tokens of two sequences."""
+    kv_cache = torch.zeros(4, 2, 8, 2, 16)
+    return {
+        "query": torch.ones(2, 4, 16),
+        "key": torch.ones(2, 2, 16),
+        "value": torch.ones(2, 2, 16),
+        "key_cache": kv_cache[:, 0],
+        "value_cache": kv_cache[:, 1],
+        "block_table": torch.tensor([[0], [1]]).int(),
+        "seq_lens": torch.tensor([3, 5]),
+        "cu_q_lens": torch.arange(3),
+        "exact_window": kvjax_torch.ExactWindow.allocate(2, 4, 2, 16, dtype=torch.float32),
+        "window_rows": torch.arange(2),
+        "kv_cache_dtype": "auto",
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "max_q_len": 1,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"exact_window": 3}, KVCacheTypeError, "exact_window: got"),
+        ({"window_rows": torch.arange(3)}, KVCacheValueError, "window_rows: got 3 elements, expected 2"),
+        ({"window_rows": torch.ones(2)}, KVCacheTypeError, "window_rows: got dtype torch.float32"),
+        ({"cu_q_lens": torch.arange(2)}, KVCacheValueError, "cu_q_lens: got 2 elements, expected 3"),
+        ({"key": torch.ones(2, 1, 16)}, KVCacheValueError, r"key: got shape \(2, 1, 16\), expected \(2, 2, 16\)"),
+        ({"query": torch.ones(2, 4, 8)}, KVCacheValueError, r"query: got shape \(2, 4, 8\), expected \(2, 4, 16\)"),
+        ({"sliding_window": 0}, KVCacheValueError, "sliding_window"),
+        ({"max_q_len": 0}, KVCacheValueError, "max_q_len"),
+        ({"sinks": torch.ones(3), "sliding_window": 3}, KVCacheValueError, "sinks: got shape"),
+        *(
+            ({name: torch.ones(2, heads, 16, requires_grad=True)}, KVCacheTypeError, f"{name}: got requires_grad=True")
+            for name, heads in (("query", 4), ("key", 2), ("value", 2))
+        ),
+    ],
+)
+def test_bad_input_is_named_and_writes_nothing(changes: Any, error: type[Exception], message: str):
+    call = small_call(**changes)
+    with pytest.raises(error, match=message):
+        kvjax_torch.exact_window_attention(**call)
+    if isinstance(call["exact_window"], kvjax_torch.ExactWindow) and "sinks" not in changes:
+        assert not call["exact_window"].key_cache.any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"), [([0, 2], r"window_rows\[1\]: got 2"), ([1, 1], "expected each row once")]
+)
+def test_rows_that_a_window_does_not_have_are_named_in_checked_mode(rows: list[int], message: str):
+    with kvjax.checked(), pytest.raises(KVCacheValueError, match=message):
+        kvjax_torch.exact_window_attention(**small_call(window_rows=torch.tensor(rows)))
+
+
+@pytest.mark.parametrize("changes", [{"size": 0}, {"max_q_len": 0}, {"num_rows": 0}, {"num_rows": 2**31}])
+def test_numbers_of_a_window_are_checked(changes: Any):
+    given = {"num_rows": 1, "size": 4, "num_kv_heads": 2, "head_size": 16} | changes
+    with pytest.raises(KVCacheValueError, match=next(iter(changes))):
+        kvjax_torch.ExactWindow.allocate(**given)
+    with pytest.raises(KVCacheTypeError, match=r"dtype: got torch\.int8"):
+        kvjax_torch.ExactWindow.allocate(1, 4, 2, 16, dtype=torch.int8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4"])
+def test_a_gpu_gives_what_the_host_gives_and_graphs_replay_with_other_lengths(dtype: str):
+    case = Case(
+        dtype, size=64, max_q_len=2, model_dtype="bfloat16", query_dtype="bfloat16", block_size=16, head_size=64
+    )
+    tokens, _ = random_tokens(case, (200, 90, 150))
+    sizes = {"num_tokens": (6, 160), "max_length": 208}
+
+    class Recorded(TorchServer):
+        """Runs steps of each kind in one graph, captured at the first of them."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.graphs: dict[int, Any] = {}
+
+        def attend(self, new: Any, step: StepMetadata, **options: Any) -> np.ndarray:
+            call = self.call(new, step, **options)
+            kind = len(call["query"])
+            if kind not in self.graphs:
+                ring = [x.clone() for x in (self.ring.key_cache, self.ring.value_cache)]
+                kvjax_torch.exact_window_attention(**call)  # compiles
+                torch.cuda.synchronize()
+                for x, before in zip((self.ring.key_cache, self.ring.value_cache), ring, strict=True):
+                    x.copy_(before)
+                graph = torch.cuda.CUDAGraph()
+                with capture(graph):
+                    out = kvjax_torch.exact_window_attention(**call)
+                self.graphs[kind] = graph, call, out
+            graph, captured, out = self.graphs[kind]
+            for name in ("query", "key", "value", "block_table", "seq_lens", "cu_q_lens", "window_rows"):
+                captured[name].copy_(call[name])
+            graph.replay()
+            return out.cpu().float().numpy()
+
+    servers = [TorchServer(case, tokens, **sizes), TorchServer(case, tokens, device="cuda", **sizes)]
+    servers.append(Recorded(case, tokens, device="cuda", **sizes))
+    for q_lens in ([100, 1, 50], [1, 1, 1], [2, 1, 2], [70, 60, 30], [1, 2, 0], [1, 1, 1]):
+        wanted, *results = (server.step(q_lens) for server in servers)
+        for result in results:
+            for got, one in zip(result, wanted, strict=True):
+                np.testing.assert_allclose(got, one, rtol=2**-6, atol=2**-6)
