@@ -161,6 +161,9 @@ def small_call(**changes: Any) -> dict[str, Any]:
         ({"sliding_window": 0}, KVCacheValueError, "sliding_window"),
         ({"max_q_len": 0}, KVCacheValueError, "max_q_len"),
         ({"sinks": torch.ones(3), "sliding_window": 3}, KVCacheValueError, "sinks: got shape"),
+        ({"query": torch.ones(2, 3, 16), "sliding_window": 3}, KVCacheValueError, "query: got num_heads=3"),
+        ({"sm_scale": float("nan"), "sliding_window": 3}, KVCacheValueError, "sm_scale: got nan"),
+        ({"kv_cache_dtype": "fp4", "sliding_window": 3}, KVCacheValueError, "fp4"),
         *(
             ({name: torch.ones(2, heads, 16, requires_grad=True)}, KVCacheTypeError, f"{name}: got requires_grad=True")
             for name, heads in (("query", 4), ("key", 2), ("value", 2))
@@ -171,7 +174,7 @@ def test_bad_input_is_named_and_writes_nothing(changes: Any, error: type[Excepti
     call = small_call(**changes)
     with pytest.raises(error, match=message):
         kvjax_torch.exact_window_attention(**call)
-    if isinstance(call["exact_window"], kvjax_torch.ExactWindow) and "sinks" not in changes:
+    if isinstance(call["exact_window"], kvjax_torch.ExactWindow):
         assert not call["exact_window"].key_cache.any()
 
 

@@ -13,8 +13,11 @@ import torch
 import kvjax
 from kvjax import KVCacheDType, KVCacheValueError
 from kvjax.ops.options import MAX_WINDOW, as_limits, as_window, num_reached_blocks
+from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
-from kvjax_torch.arguments.scales import Scale
+from kvjax_torch.arguments.dtypes import dtype_name
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, SoftmaxOptions
+from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
 from kvjax_torch.exact_window import (
     BLOCK_SIZE,
@@ -107,8 +110,19 @@ def exact_window_attention(
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
     options["batch_invariant"] = batch_invariant
     window = as_window(sliding_window)
+    softmax = SoftmaxOptions(sm_scale, window, logits_soft_cap, sinks, batch_invariant)
+    scales, nothing = as_tensors(k_scale, v_scale, key_cache), torch.zeros_like(step.lens)
+    of_pages = ReadTensors(key_cache, value_cache, block_table, nothing, *scales)
+    one = as_tensors(*MODEL_DTYPE[1:], key_cache)
+    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, step.ring_table(1), nothing, *one)
+    # Before the ring is written.
+    for read, encoding in (
+        (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout)),
+        (of_ring, Encoding(MODEL_DTYPE[0])),
+    ):
+        ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits))
     parts = []
-    if window is None or window > size:  # first, for it checks most arguments before the ring is written
+    if window is None or window > size:
         parts.append(
             ragged_paged_attention(
                 query,
