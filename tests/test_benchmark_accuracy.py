@@ -48,9 +48,8 @@ def rows(document) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
-    assert [*rows] == [
-        (name, position) for position in (0, 40) for name in (*DTYPES, WINDOWED, "chosen, at most 6 bits")
-    ]
+    chosen = [f"chosen, at most 6 bits{options}" for options in ("", ", keys rotated", ", keys rotated, 24 exact")]
+    assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, WINDOWED, *chosen)]
     assert {name: row["bits"] for (name, _), row in rows.items() if name in DTYPES} == {
         "float32": 32,
         "fp8_e4m3": 8,
