@@ -173,36 +173,42 @@ def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
 
 
 def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool = False) -> np.ndarray:
-    """Returns each layer's relative error, `[layers]`; with rotated keys infinite where keys are not quantized."""
-    checked = functools.partial(_checked, specs, read, rotates=rotates)
-    scales = calibrate(specs, lambda: ([layer[1:] for layer in sequence] for sequence in checked()))
+    """Returns each layer's relative error, `[layers]`; that of rotated keys is infinite for layers without."""
+    checked = functools.partial(_checked, specs, read)
+    has_rotation = [rotates and spec.dtype.parts[0].is_quantized and spec.head_size % 2 == 0 for spec in specs]
+
+    def stored() -> Iterable[list[tuple[Any, Any]]]:
+        for sequence in checked():
+            # In float32, for rotated elements may exceed float16: then the error is infinite, and not an error raised.
+            yield [
+                (hadamard_transform(jnp.asarray(key, jnp.float32)) if is_rotated else key, value)
+                for (_, key, value), is_rotated in zip(sequence, has_rotation, strict=True)
+            ]
+
+    scales = calibrate(specs, stored)
     sums = np.zeros((len(specs), 2))
     for sequence in checked():
         sums += [
-            jax.device_get(_squares(*map(jnp.asarray, layer), of_layer, spec=spec))
-            for layer, spec, of_layer in zip(sequence, specs, scales, strict=True)
+            jax.device_get(_squares(*map(jnp.asarray, layer), of_layer, spec=spec, rotates=is_rotated))
+            for layer, spec, of_layer, is_rotated in zip(sequence, specs, scales, has_rotation, strict=True)
         ]
     for layer, total in enumerate(sums[:, 1]):
         if not np.isfinite(total):
             raise KVCacheValueError(f"samples: got attention of layer {layer} that is not finite")
     errors = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
     if rotates:
-        errors = np.where([spec.dtype.parts[0].is_quantized for spec in specs], errors, np.inf)
+        errors = np.where(has_rotation, errors, np.inf)
     return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def _checked(
-    specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool
-) -> Iterable[list[tuple[Any, ...]]]:
-    """Yields the sequences after checking their shapes; queries and keys rotated if so."""
+def _checked(specs: Sequence[AttentionSpec], read: Callable[[], Sequences]) -> Iterable[list[tuple[Any, ...]]]:
+    """Yields the sequences after checking their shapes."""
     for number, sequence in enumerate(read()):
         layers = [tuple(layer) for layer in sequence]
         if len(layers) != len(specs):
             raise KVCacheValueError(f"samples[{number}]: got {len(layers)} layers, expected {len(specs)}")
         for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
             _check(f"samples[{number}], layer {index}", layer, spec)
-        if rotates:
-            layers = [(hadamard_transform(query), hadamard_transform(key), value) for query, key, value in layers]
         yield layers
 
 
@@ -228,17 +234,19 @@ def _check(what: str, layer: tuple[Any, ...], spec: AttentionSpec) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@functools.partial(jax.jit, static_argnames=("spec", "rotates"))
 def _squares(
-    query: jax.Array, key: jax.Array, value: jax.Array, scales: KVScales, *, spec: AttentionSpec
+    query: jax.Array, key: jax.Array, value: jax.Array, scales: KVScales, *, spec: AttentionSpec, rotates: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of squares of the error of attention, and of attention."""
+    """Returns the sums of squares of the error of attention, with rotated queries and keys if so, and of attention."""
+    exact = _attention(query, key, value, spec.sliding_window)
+    if rotates:  # which rounds to the dtype of the samples, as in the model
+        query, key = hadamard_transform(query), hadamard_transform(key)
     keys, values = (
         # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
         decode_rows(lax.optimization_barrier(encode_rows(x, part, scale)), part, scale, np.dtype(np.float32))
         for x, part, scale in zip((key, value), spec.dtype.parts, scales, strict=True)
     )
-    exact = _attention(query, key, value, spec.sliding_window)
     error = _attention(query, keys, values, spec.sliding_window) - exact
     return jnp.sum(error * error), jnp.sum(exact * exact)
 

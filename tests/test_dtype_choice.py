@@ -56,12 +56,12 @@ def attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int
 
 def stored(spec: kvjax.AttentionSpec, scales: kvjax.KVScales, key: np.ndarray, value: np.ndarray) -> list[np.ndarray]:
     """Keys and values written to a cache and gathered."""
-    num_blocks = -(-TOKENS // spec.block_size)
+    num_blocks = -(-len(key) // spec.block_size)
     cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
     write = kvjax.reshape_and_cache_flash_diffkv
-    cache = write(jnp.asarray(key), jnp.asarray(value), cache, jnp.arange(TOKENS))
-    read = kvjax.gather_kv(cache, jnp.arange(num_blocks)[None], jnp.array([TOKENS]), dtype=jnp.float32)
-    return [np.asarray(x[0, :TOKENS]) for x in read]
+    cache = write(jnp.asarray(key), jnp.asarray(value), cache, jnp.arange(len(key)))
+    read = kvjax.gather_kv(cache, jnp.arange(num_blocks)[None], jnp.array([len(key)]), dtype=jnp.float32)
+    return [np.asarray(x[0, : len(key)]) for x in read]
 
 
 KINDS = ["fp8_e4m3", "nvfp4_4over6", "fp8_k_nvfp4_v", "int8_k_nvfp4_4over6_v", "int8_per_token_head", "bfloat16"]
@@ -230,7 +230,9 @@ def test_a_hadamard_transform_is_its_own_inverse_and_keeps_products():
 
 
 def test_a_hadamard_transform_refuses_what_it_cannot_rotate():
-    with pytest.raises(KVCacheValueError, match="x: got head_size=5, expected an even number"):
+    with pytest.raises(KVCacheValueError, match="x: got head_size=0, expected a positive even number"):
+        kvjax.hadamard_transform(np.ones((2, 0), np.float32))
+    with pytest.raises(KVCacheValueError, match="x: got head_size=5, expected a positive even number"):
         kvjax.hadamard_transform(np.ones((2, 5), np.float32))
     with pytest.raises(KVCacheValueError, match=r"x: got shape \[\], expected \[\.\.\., head_size\]"):
         kvjax.hadamard_transform(np.float32(1))
@@ -267,3 +269,51 @@ def test_unquantized_keys_are_never_rotated():
     assert all(errors[KVCacheDType.FLOAT16] == float("inf") for errors in choice.rotated_errors)
     with pytest.raises(KVCacheTypeError, match="key_rotation: got 1"):
         choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=16, key_rotation=1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_hadamard_transform_overflows_only_where_its_results_do(dtype: Any):
+    got = np.float64(kvjax.hadamard_transform(np.full((1, 128), 1e37, dtype)))
+    assert got[0, 0] == pytest.approx(1e37 * np.sqrt(128), rel=0.01)
+    assert np.abs(got[0, 1:]).max() < 1e-6 * got[0, 0]
+
+
+def test_a_rotations_own_rounding_is_part_of_its_error():
+    """Of bfloat16 keys with one large channel, whose rotation is rounded to bfloat16."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 64, 1, 128))
+    query, key[..., 5] = query * 4, key[..., 5] + 400
+    query[..., 5] *= 0.01
+    sample = tuple(np.asarray(x, jnp.bfloat16) for x in (query, key, value))
+    model = kvjax.ModelKVConfig((LayerKVConfig(1, 128, 128),), "bfloat16")
+    dtype = KVCacheDType.INT8_PER_TOKEN_HEAD
+    choice = choose_layer_dtypes(model, [[sample]], [dtype], bits=9, key_rotation=True)
+    exact = _attended(*(x.astype(np.float64) for x in sample))
+    rotated = [kvjax.hadamard_transform(x) for x in sample[:2]]
+    [spec] = kvjax.resolve_layer_specs(model, dtype)
+    keys, values = stored(spec, kvjax.KVScales(np.float32(1), np.float32(1)), rotated[1], sample[2])
+    got = _attended(*(np.asarray(x, np.float64) for x in (rotated[0], keys, values)))
+    wanted = np.sum((got - exact) ** 2) / np.sum(exact**2)
+    assert choice.rotated_errors[0][dtype] == pytest.approx(wanted, rel=0.02)
+
+
+def _attended(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Causal attention of one head in float64."""
+    logits = np.where(np.tri(len(query)) > 0, query[:, 0] @ key[:, 0].T / np.sqrt(query.shape[-1]), -np.inf)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True) @ value[:, 0]
+
+
+def test_layers_that_cannot_be_rotated_are_chosen_without():
+    """An odd head size, and float16 queries whose rotation exceeds float16."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for size in (33, 128):
+        query, key, value = rng.standard_normal((3, TOKENS, 1, size)).astype(np.float16)
+        layers.append((query, key, value))
+    layers[1][0][0] = 6000
+    model = kvjax.ModelKVConfig((LayerKVConfig(1, 33, 33), LayerKVConfig(1, 128, 128)), "float16")
+    choice = choose_layer_dtypes(model, [layers], ["fp8"], bits=8, key_rotation=True)
+    assert choice.key_rotation == ()
+    assert [errors[FP8] for errors in choice.rotated_errors] == [float("inf")] * 2
+    assert choice.dtypes == choose_layer_dtypes(model, [layers], ["fp8"], bits=8).dtypes

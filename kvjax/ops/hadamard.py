@@ -40,18 +40,24 @@ def hadamard_transform(x: ArrayLike) -> jax.Array:
     check_array("x", x, [(f"dim {axis}", None) for axis in range(np.ndim(x) - 1)] + [("head_size", None)], INPUT_DTYPES)
     x = jnp.asarray(x)
     size = x.shape[-1]
+    if size % 2 or not size:
+        raise KVCacheValueError(f"x: got head_size={size}, expected a positive even number")
     n = size & -size
-    if n == 1:
-        raise KVCacheValueError(f"x: got head_size={size}, expected an even number")
     runs = x.reshape(*x.shape[:-1], size // n, n)
-    # Ones are exact in every dtype.
-    matrix = jnp.asarray(_hadamard(n), x.dtype)
-    rotated = jnp.matmul(runs, matrix, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return (rotated * np.float32(n**-0.5)).astype(x.dtype).reshape(x.shape)
+    matrix, rest = _hadamard(n)
+    rotated = jnp.matmul(
+        runs, jnp.asarray(matrix, x.dtype), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    return (rotated * rest).astype(x.dtype).reshape(x.shape)
 
 
 @functools.cache
-def _hadamard(n: int) -> np.ndarray:
-    """Returns the matrix of ones and minus ones, `[n, n]`."""
+def _hadamard(n: int) -> tuple[np.ndarray, np.float32]:
+    """Returns the matrix `[n, n]` times a power of two, which every dtype holds, and the rest of `n ** -0.5`.
+
+    Sums are smaller than results so, and overflow only where these do.
+    """
     index = np.arange(n)
-    return np.where(np.bitwise_count(index[:, None] & index) % 2, -1, 1)
+    signs = np.where(np.bitwise_count(index[:, None] & index) % 2, -1.0, 1.0)
+    power = 2.0 ** -(n.bit_length() // 2)
+    return signs * power, np.float32(n**-0.5 / power)
