@@ -164,6 +164,9 @@ def small_call(**changes: Any) -> dict[str, Any]:
         ({"query": torch.ones(2, 3, 16), "sliding_window": 3}, KVCacheValueError, "query: got num_heads=3"),
         ({"sm_scale": float("nan"), "sliding_window": 3}, KVCacheValueError, "sm_scale: got nan"),
         ({"kv_cache_dtype": "fp4", "sliding_window": 3}, KVCacheValueError, "fp4"),
+        ({"sinks": [1.0]}, KVCacheTypeError, "sinks: got a list"),
+        ({"sinks": torch.zeros(4, requires_grad=True)}, KVCacheTypeError, "sinks: got requires_grad=True"),
+        ({"k_scale": torch.ones((), requires_grad=True)}, KVCacheTypeError, "k_scale: got requires_grad=True"),
         *(
             ({name: torch.ones(2, heads, 16, requires_grad=True)}, KVCacheTypeError, f"{name}: got requires_grad=True")
             for name, heads in (("query", 4), ("key", 2), ("value", 2))
@@ -176,6 +179,33 @@ def test_bad_input_is_named_and_writes_nothing(changes: Any, error: type[Excepti
         kvjax_torch.exact_window_attention(**call)
     if isinstance(call["exact_window"], kvjax_torch.ExactWindow):
         assert not call["exact_window"].key_cache.any()
+
+
+def test_a_window_of_other_sizes_than_the_cache_is_refused_before_it_is_written():
+    window = kvjax_torch.ExactWindow.allocate(2, 4, 2, 16, head_size_v=32, dtype=torch.float32)
+    call = small_call(exact_window=window, value=torch.ones(2, 2, 32))
+    for options in ({}, {"sliding_window": 3}):
+        with pytest.raises(KVCacheValueError, match="exact_window: got head_size_v=32, expected 16, that of the cache"):
+            kvjax_torch.exact_window_attention(**call, **options)
+    names = "key_cache", "value_cache", "block_table", "seq_lens", "cu_q_lens"
+    with pytest.raises(KVCacheValueError, match="exact_window: got head_size_v=32, expected 16"):
+        kvjax_torch.fill_exact_window(window, *(call[name] for name in names), torch.arange(2), "auto", 1.0, 1.0)
+    assert not window.key_cache.any()
+
+
+def test_a_window_of_tensors_that_are_no_ring_is_refused():
+    for shape in ((4, 8, 2, 16), (4, 16), (5, 16, 2, 16)):
+        with pytest.raises(KVCacheValueError, match=r"exact_window: got keys .*, expected \[num_rows \* 2, 16"):
+            kvjax_torch.ExactWindow(torch.zeros(shape), torch.zeros(shape), 20)
+    with pytest.raises(KVCacheTypeError, match=r"exact_window\.key_cache: got"):
+        kvjax_torch.ExactWindow(None, None, 20)
+
+
+def test_padding_without_sequences_sees_nothing():
+    none = {"block_table": torch.zeros(0, 1).int(), "seq_lens": torch.zeros(0).int(), "cu_q_lens": torch.zeros(1).int()}
+    call = small_call(**none, window_rows=torch.zeros(0).int())
+    assert not kvjax_torch.exact_window_attention(**call).any()
+    assert not call["exact_window"].key_cache.any()
 
 
 @pytest.mark.parametrize(

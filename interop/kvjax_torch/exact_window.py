@@ -14,11 +14,13 @@ from typing import Any, Self
 import torch
 
 import kvjax
-from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError
+from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError
 from kvjax.ops.options import MAX_WINDOW, as_int, kind_of, num_reached_blocks
 from kvjax_torch.arguments.checks import check_devices, check_index, check_tensors, on_host
-from kvjax_torch.arguments.dtypes import INPUT_DTYPES
-from kvjax_torch.arguments.scales import Scale
+from kvjax_torch.arguments.dtypes import INPUT_DTYPES, dtype_name
+from kvjax_torch.arguments.plan import Encoding, ReadTensors
+from kvjax_torch.arguments.reads import gather_plan
+from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 
 BLOCK_SIZE = 16
@@ -44,6 +46,16 @@ class ExactWindow:
     value_cache: torch.Tensor
     size: int
     max_q_len: int = 1
+
+    def __post_init__(self) -> None:
+        check_tensors(**{f"exact_window.{name}": getattr(self, name) for name in ("key_cache", "value_cache")})
+        keys, values, blocks = self.key_cache.shape, self.value_cache.shape, self.blocks_per_row
+        is_ring = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[1] == BLOCK_SIZE
+        if not is_ring or keys[0] % blocks:
+            raise KVCacheValueError(
+                f"exact_window: got keys {tuple(keys)} and values {tuple(values)}, expected [num_rows * {blocks},"
+                f" {BLOCK_SIZE}, num_kv_heads, head size], as ExactWindow.allocate makes them"
+            )
 
     @classmethod
     def allocate(
@@ -141,6 +153,10 @@ def fill_exact_window(
     """
     tensors = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "rows": rows}
     check_window(exact_window, key_cache, value_cache, tensors)
+    scales = as_tensors(k_scale, v_scale, key_cache)
+    read = ReadTensors(key_cache, value_cache, block_table, torch.zeros_like(seq_lens), *scales)
+    encoding = Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
+    check_sizes(exact_window, gather_plan(read, encoding, exact_window.key_cache.dtype).cache.spec)
     if kvjax.is_checked():
         check_rows("rows", rows, rows != -1, exact_window.num_rows)
     lens, q_lens = lengths(seq_lens, cu_q_lens)
@@ -232,6 +248,14 @@ def check_window(
                 f"{name}: got shape {tuple(cache.shape)}, expected [num_blocks, block_size,"
                 f" num_kv_heads={window.key_cache.shape[2]}, row], with the heads of exact_window"
             )
+
+
+def check_sizes(window: ExactWindow, spec: AttentionSpec) -> None:
+    """Raises if heads of a window have other sizes than those of the cache."""
+    sizes = window.key_cache.shape[3], window.value_cache.shape[3]
+    for name, got, expected in zip(("head_size", "head_size_v"), sizes, spec.head_sizes, strict=True):
+        if got != expected:
+            raise KVCacheValueError(f"exact_window: got {name}={got}, expected {expected}, that of the cache")
 
 
 def check_rows(name: str, rows: torch.Tensor, is_used: torch.Tensor, num_rows: int) -> None:

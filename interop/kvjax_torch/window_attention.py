@@ -25,6 +25,7 @@ from kvjax_torch.exact_window import (
     PADDING_SLOT,
     ExactWindow,
     check_rows,
+    check_sizes,
     check_window,
     empty_pages,
     existing_rows,
@@ -101,6 +102,10 @@ def exact_window_attention(
     """
     tensors = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "window_rows": window_rows}
     check_window(exact_window, key_cache, value_cache, tensors)
+    scales = as_tensors(k_scale, v_scale, key_cache)
+    check_tensors(**({} if sinks is None else {"sinks": sinks}))
+    given = {"key_cache": key_cache, "value_cache": value_cache, "k_scale": scales[0], "v_scale": scales[1]}
+    refuse_gradient("exact_window_attention", **given, **({} if sinks is None else {"sinks": sinks}))
     _check_tokens(exact_window, query, key, value)
     limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
     num_tokens, size = query.shape[0], exact_window.size
@@ -111,7 +116,7 @@ def exact_window_attention(
     options["batch_invariant"] = batch_invariant
     window = as_window(sliding_window)
     softmax = SoftmaxOptions(sm_scale, window, logits_soft_cap, sinks, batch_invariant)
-    scales, nothing = as_tensors(k_scale, v_scale, key_cache), torch.zeros_like(step.lens)
+    nothing = torch.zeros_like(step.lens)
     of_pages = ReadTensors(key_cache, value_cache, block_table, nothing, *scales)
     one = as_tensors(*MODEL_DTYPE[1:], key_cache)
     of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, step.ring_table(1), nothing, *one)
@@ -120,7 +125,8 @@ def exact_window_attention(
         (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout)),
         (of_ring, Encoding(MODEL_DTYPE[0])),
     ):
-        ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits))
+        plan = ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits))
+        check_sizes(exact_window, plan.attention.cache.spec)
     parts = []
     if window is None or window > size:
         parts.append(
@@ -140,6 +146,9 @@ def exact_window_attention(
                 **options,
             )
         )
+    if not len(step.lens):  # all rows are padding
+        of_none = seq_lens, cu_q_lens, kv_cache_dtype, k_scale, v_scale
+        return ragged_paged_attention(query, key_cache, value_cache, block_table, *of_none, sinks=sinks, **options)
     longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
     pages = exact_window.key_cache, exact_window.value_cache
     if longest <= exact_window.max_q_len:
@@ -197,11 +206,12 @@ class _StepTensors(NamedTuple):
         token = torch.arange(num_tokens, device=ends.device)
         seq = torch.searchsorted(ends, token, right=True)
         is_token = seq < len(lens)
-        seq = seq.clamp(max=max(len(lens) - 1, 0))
+        row_start = existing_rows(rows, window) * window.blocks_per_row
+        if not len(lens):
+            return cls(lens, q_lens, first_block, row_start, window, seq, torch.full_like(seq, -1))
+        seq = seq.clamp(max=len(lens) - 1)
         position = torch.where(is_token, lens[seq] - (ends[seq] - token), -1)
-        return cls(
-            lens, q_lens, first_block, existing_rows(rows, window) * window.blocks_per_row, window, seq, position
-        )
+        return cls(lens, q_lens, first_block, row_start, window, seq, position)
 
     @property
     def ring_slots(self) -> torch.Tensor:
