@@ -89,7 +89,7 @@ def exact_window_attention(
         cache's, or metadata without rows.
       UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
     """
-    step = _Step.of(exact_window, cache, metadata)
+    check_window(exact_window, cache, metadata)
     num_tokens = np.shape(metadata.slot_mapping)[0]
     dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
     check_array("query", query, dims, INPUT_DTYPES)
@@ -102,6 +102,20 @@ def exact_window_attention(
         "implementation": implementation,
         **limits,
     }
+    of_cache: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale}
+    if not np.shape(metadata.seq_lens)[0]:  # all rows are padding
+        out, _ = ragged_paged_attention(
+            query,
+            cache,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.cu_q_lens,
+            sinks=sinks,
+            **of_cache,
+            **options,
+        )
+        return out, exact_window
+    step = _Step.of(exact_window, metadata)
     longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
     new = _Tokens(key, value, implementation)
     if longest <= exact_window.max_q_len:
@@ -135,10 +149,8 @@ def exact_window_attention(
         metadata.block_table,
         jnp.where(spans.reaches_pages, lens, 0),
         metadata.cu_q_lens,
-        layer=layer,
-        k_scale=k_scale,
-        v_scale=v_scale,
         sliding_window=spans.far,
+        **of_cache,
         **options,
     )
     return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], exact_window
@@ -216,8 +228,7 @@ class _Step(NamedTuple):
     position: jax.Array
 
     @classmethod
-    def of(cls, window: ExactWindow, cache: KVCache, metadata: StepMetadata) -> _Step:
-        check_window(window, cache, metadata)
+    def of(cls, window: ExactWindow, metadata: StepMetadata) -> _Step:
         check_array("slot_mapping", metadata.slot_mapping, [("num_tokens", None)], INDEX_DTYPES)
         if metadata.window_rows is None:
             raise KVCacheValueError(

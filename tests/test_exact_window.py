@@ -170,7 +170,7 @@ def room(seq_lens: jax.Array, cu_q_lens: jax.Array) -> tuple[jax.Array, jax.Arra
     window = ExactWindow.allocate(SHORT.spec, ROOM_SEQS, SHORT.size)
     table, slots = jnp.zeros((ROOM_SEQS, 1), jnp.int32), jnp.zeros(ROOM_TOKENS, jnp.int32)
     metadata = StepMetadata(table, seq_lens, cu_q_lens, slots, jnp.arange(ROOM_SEQS))
-    step = window_attention._Step.of(window, KVCache.allocate(SHORT.spec, 1), metadata)
+    step = window_attention._Step.of(window, metadata)
     cache, table, slots = window_attention._with_room(window.ring, step, ROOM_TOKENS, None)
     return table, slots, jnp.int32(cache.num_slots)
 
@@ -405,3 +405,14 @@ def test_bytes_are_those_of_the_pages():
         assert window.ring.spec.dtype is KVCacheDType.BFLOAT16
         assert window.ring.kv.nbytes == 3 * ExactWindow.num_bytes(SPEC, 5, size, max_q_len=max_q_len)
         assert window.ring.kv.nbytes == 3 * 5 * tokens * 2 * (32 + 32) * 2
+
+
+def test_padding_without_sequences_sees_nothing():
+    spec = kvjax.FullAttentionSpec(8, 2, 32, dtype=kvjax.KVCacheDType.NVFP4)
+    cache, window = kvjax.KVCache.allocate(spec, 4), ExactWindow.allocate(spec, 2, 20)
+    none = np.zeros(0, np.int32)
+    step = StepMetadata(np.zeros((0, 3), np.int32), none, np.zeros(1, np.int32), np.full(3, -1, np.int32), none)
+    query, key = np.ones((3, 4, 32), np.float32), np.ones((3, 2, 32), np.float32)
+    out, cache, window = kvjax.attend(query, key, key, cache, step, exact_window=window)
+    assert not np.any(out)
+    assert not np.any(window.ring.kv)

@@ -11,7 +11,7 @@ attend by them (Llama, Qwen3 and the full layers of Qwen3.5; not DeepSeek's late
 - the `dot_product_attention` that each model imported, by which it attends.
 
 A layer's pages stand in the place of its keys, and nothing in that of its values. Each row of the batch has blocks of
-its own, in order, for `max_length` tokens. Training attends to dense keys and values, as before.
+its own, in order, for `max_length` tokens. Training attends to dense keys and values, as before. Tried on one device.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def _in_pages(self: KVCache, max_length: int, *, dtype: Any, scales: Any) -> KVC
         batch, length, heads, size = key.shape
         if not length:  # a layer of linear attention
             continue
+        if key.shape != value.shape:
+            raise kvjax.UnsupportedError(f"got keys of {size} and values of {value.shape[-1]}, as DeepSeek has them")
         spec = kvjax.FullAttentionSpec(BLOCK_SIZE, heads, size, dtype=dtype, model_dtype=str(key.dtype))
         k_scale, v_scale = scales[i] if scales else (1.0, 1.0)
         blocks = -(-max_length // BLOCK_SIZE)

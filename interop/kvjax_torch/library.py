@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
-from kvjax_torch.arguments.checks import check_devices, refuse_gradient
+from kvjax_torch.arguments.checks import check_devices, check_same_device, refuse_gradient
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
 from kvjax_torch.arguments.latents import (
     GatheredRows,
@@ -212,6 +212,8 @@ def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> C
         given = dict(zip(names, args, strict=False)) | options
         if "key_cache" in given:
             check_devices(**_tensors(given))
+        for name in {"kv_cache", "src_cache"} & given.keys():
+            check_same_device(name, given[name], _tensors(given))
         return results(**given)
 
     return fake

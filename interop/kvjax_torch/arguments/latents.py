@@ -122,8 +122,13 @@ def latent_gather_plan(
     _check_rows("dst", dst, ("num_tokens", "kv_lora_rank + qk_rope_head_dim"), INPUT_DTYPES)
     if not 0 <= num_tokens <= dst.shape[0]:
         raise KVCacheValueError(f"num_tokens: got {num_tokens}, expected 0 to {dst.shape[0]}, the rows of dst")
-    if share_memory(dst, kv_cache):
-        raise KVCacheValueError("dst: got memory that overlaps that of src_cache, expected memory of its own")
+    if dst.shape[0] > 1 and dst.stride(0) < dst.shape[1]:
+        raise KVCacheValueError(f"dst: got strides {dst.stride()}, expected rows that do not overlap")
+    for name, read in {"src_cache": kv_cache, **given}.items():
+        if name != "dst" and share_memory(dst, read):
+            raise KVCacheValueError(f"dst: got memory that overlaps that of {name}, expected memory of its own")
+    if kv_cache.ndim != 3:
+        raise KVCacheValueError(f"src_cache: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size, row]")
     dtype = resolve_latent_dtype(kv_cache_dtype, kv_cache.dtype)
     sizes = _sizes_of(dtype, kv_cache.shape[-1] * kv_cache.element_size(), dst.shape[1])
     cache = _checked_cache(pages, sizes)
