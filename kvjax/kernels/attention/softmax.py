@@ -6,10 +6,6 @@ It runs in the registers of the logits. The largest logit is raised only where a
 Sums of weighted bfloat16 may overflow float32 where their mean does not. So for these, weights are relative to a logit
 that is `MARGIN` above the largest one: a sum of 2**20 values with weights up to `2 ** (HEADROOM - MARGIN)` does not
 exceed the largest value. Sums of float16 do not overflow, and weights that small would underflow in float16.
-
-The logit that weights are relative to is an integer (`reference`), for logits are binary logarithms: which one it is
-changes the exponents of weights and not how they are rounded to 16 bits. So a row has nearly the same result in the
-decode and the prompt kernel, and however its tokens are divided among thread blocks.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ class State(NamedTuple):
     output[4 * (tile * products + product) + 2 * h + r]    of the row and the dim `ValueRows.dim(product, h)`
     ```
 
-    Weights are relative to `largest`, the `reference` of the largest logit.
+    Weights are relative to `largest`, which is `margin` above the largest logit.
     """
 
     largest: list[jax.Array]
@@ -80,14 +76,8 @@ def margin(dtype: DTypeLike) -> float:
     return MARGIN if dtype == jnp.bfloat16 else 0.0
 
 
-def reference(largest: jax.Array, margin: float) -> jax.Array:
-    """The logit that weights are relative to, for the largest logit of a row: `margin` above the integer next to it."""
-    nearest = lax.round(largest, lax.RoundingMethod.TO_NEAREST_EVEN)
-    return nearest + margin if margin else nearest
-
-
 def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
-    """The state with its largest logits raised, to their `reference`, where a logit exceeds them too far."""
+    """The state with its largest logits raised where a logit exceeds them too far, to `margin` above the largest."""
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
@@ -102,7 +92,8 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
         output = list(flat[4 * tiles :])
         products = len(output) // (4 * tiles)
         for i in range(2 * tiles):
-            new = jnp.maximum(largest[i], reference(lanes.max_over_rows(tops[i]), margin))
+            new = lanes.max_over_rows(tops[i])
+            new = jnp.maximum(largest[i], new + margin if margin else new)
             shrink = lanes.exp2(largest[i] - new)
             largest[i], total[i] = new, total[i] * shrink
             for product in range(products):

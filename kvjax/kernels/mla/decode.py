@@ -23,7 +23,7 @@ from kvjax.kernels import compat, lanes, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
-from kvjax.kernels.attention.softmax import LOG2_E, LOWEST, capped, margin, reference
+from kvjax.kernels.attention.softmax import LOG2_E, LOWEST, capped, margin
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import ROWS, SLOTS, TOKENS, Source, Tiles
@@ -200,7 +200,7 @@ class LatentDecode:
         if problem.q_len > 1:
             logits = self.masked(segment, tile, logits)
         dtype = self.tiles.latents.dtype
-        raised = jnp.maximum(largest, reference(jnp.max(logits, axis=1), margin(dtype)))
+        raised = jnp.maximum(largest, jnp.max(logits, axis=1) + margin(dtype))
         shrink = jnp.exp2(largest - raised)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(raised, shape, [0]))
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])

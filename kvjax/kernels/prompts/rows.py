@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
-from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference
+from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.prompts.memory import Memory, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
@@ -241,7 +241,7 @@ class RowWarpgroup:
             factor = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, tile)
-        raised = jnp.maximum(largest, reference(jnp.max(logits, axis=1) * factor, margin(keys.dtype)))
+        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor + margin(keys.dtype))
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
         weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))
