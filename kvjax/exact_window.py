@@ -28,15 +28,12 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.blocks import copy_blocks
 from kvjax.ops.gather import gather_kv
-from kvjax.ops.options import MAX_WINDOW, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, num_reached_blocks, window_blocks
 from kvjax.ops.values import check_window_rows, is_checked
 from kvjax.ops.write import reshape_and_cache_flash_diffkv
 from kvjax.partition import partition_of
 from kvjax.spec import AttentionSpec, FullAttentionSpec, as_int
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
-
-BLOCK_SIZE = 16
-"""Tokens of a ring's block; pages may have any other number."""
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +82,8 @@ class ExactWindow:
           UnsupportedError: a spec of latents (MLA).
           KVCacheMemoryError: not enough memory.
         """
-        ring, blocks = _ring_spec(spec), _blocks_per_row(size, max_q_len)
-        most = MAX_WINDOW // (blocks * BLOCK_SIZE)  # slots are int32
+        ring, blocks = _ring_spec(spec), window_blocks(size, max_q_len)
+        most = MAX_WINDOW // (blocks * WINDOW_BLOCK_SIZE)  # slots are int32
         num_rows = as_int("num_rows", num_rows, least=1, most=most)
         if isinstance(sharding, NamedSharding):
             divided = partition_of(spec, sharding, num_layers)
@@ -98,17 +95,17 @@ class ExactWindow:
     def num_bytes(spec: AttentionSpec, num_rows: int, size: int, *, max_q_len: int = 1) -> int:
         """Returns the bytes that `allocate` takes for each layer; arguments and errors as there."""
         rows = as_int("num_rows", num_rows, least=1)
-        return rows * _blocks_per_row(size, max_q_len) * _ring_spec(spec).page_size_bytes
+        return rows * window_blocks(size, max_q_len) * _ring_spec(spec).page_size_bytes
 
     @property
     def blocks_per_row(self) -> int:
         """Blocks of a row."""
-        return _blocks_per_row(self.size, self.max_q_len)
+        return window_blocks(self.size, self.max_q_len)
 
     @property
     def tokens_per_row(self) -> int:
         """Tokens that a row holds: those that a query attends to, and room for `max_q_len - 1` more."""
-        return self.blocks_per_row * BLOCK_SIZE
+        return self.blocks_per_row * WINDOW_BLOCK_SIZE
 
     @property
     def num_rows(self) -> int:
@@ -249,7 +246,7 @@ def _ring_spec(spec: Any) -> AttentionSpec:
     if spec.is_mla:
         raise UnsupportedError("ExactWindow: got a spec of latents (MLA), expected one of keys and values")
     return FullAttentionSpec(
-        BLOCK_SIZE,
+        WINDOW_BLOCK_SIZE,
         spec.num_kv_heads,
         spec.head_size,
         spec.head_size_v,
@@ -257,12 +254,3 @@ def _ring_spec(spec: Any) -> AttentionSpec:
         layout=spec.layout,
         model_dtype=spec.model_dtype,
     )
-
-
-def _blocks_per_row(size: object, max_q_len: object) -> int:
-    """Returns how many blocks hold what the first of `max_q_len` new tokens attends to and the others besides.
-
-    A block may hold the oldest of these tokens and the newest: each query sees either as its window says.
-    """
-    tokens = as_int("size", size, least=1, most=MAX_WINDOW) + as_int("max_q_len", max_q_len, least=1, most=MAX_WINDOW)
-    return -(-(tokens - 1) // BLOCK_SIZE)

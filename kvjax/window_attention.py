@@ -21,10 +21,10 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError
-from kvjax.exact_window import BLOCK_SIZE, ExactWindow, as_rows, check_window, first_tokens
+from kvjax.exact_window import ExactWindow, as_rows, check_window, first_tokens
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
 from kvjax.ops.merge import merge_attention_states
-from kvjax.ops.options import MAX_WINDOW, as_limits, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, num_reached_blocks
 from kvjax.ops.ragged import ragged_paged_attention
 from kvjax.ops.write import reshape_and_cache_flash_diffkv
 from kvjax.partition import partition_of
@@ -132,7 +132,7 @@ def exact_window_attention(
         query,
         recent,
         table,
-        step.lens - step.first_block * BLOCK_SIZE,
+        step.lens - step.first_block * WINDOW_BLOCK_SIZE,
         metadata.cu_q_lens,
         layer=layer_of_recent,
         sliding_window=spans.near,
@@ -209,7 +209,7 @@ class _Step(NamedTuple):
       lens: `[num_seqs]`, tokens of each sequence, the new ones included.
       q_lens: `[num_seqs]`, its new tokens.
       q_ends: `[num_seqs]`, the index after its last new token.
-      first_block: `[num_seqs]`, the first of its blocks (of `BLOCK_SIZE` tokens) that its queries see.
+      first_block: `[num_seqs]`, the first of its blocks (of `WINDOW_BLOCK_SIZE` tokens) that its queries see.
       row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
       blocks_per_row: of the window.
       size: of the window.
@@ -242,14 +242,14 @@ class _Step(NamedTuple):
         seq, position = metadata.token_rows()
         oldest = jnp.maximum(first - (window.size - 1), 0)
         start = row * window.blocks_per_row
-        blocks = oldest // BLOCK_SIZE, start, window.blocks_per_row
+        blocks = oldest // WINDOW_BLOCK_SIZE, start, window.blocks_per_row
         return cls(lens, q_lens, q_ends, *blocks, window.size, seq, position)
 
     @property
     def ring_slots(self) -> jax.Array:
         """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
-        tokens = self.blocks_per_row * BLOCK_SIZE
-        start = self.row_start[self.seq] * BLOCK_SIZE
+        tokens = self.blocks_per_row * WINDOW_BLOCK_SIZE
+        start = self.row_start[self.seq] * WINDOW_BLOCK_SIZE
         is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
         return jnp.where(is_kept, start + self.position % tokens, PADDING_SLOT)
 
@@ -260,7 +260,7 @@ class _Step(NamedTuple):
         The index has as many tokens of each sequence as a row holds, unless the step has fewer.
         """
         slots, num_tokens = self.ring_slots, len(self.position)
-        per_row = self.blocks_per_row * BLOCK_SIZE
+        per_row = self.blocks_per_row * WINDOW_BLOCK_SIZE
         if len(self.lens) * per_row >= num_tokens:
             return None, slots
         from_end = jnp.arange(per_row, 0, -1)
@@ -279,7 +279,7 @@ class _Step(NamedTuple):
 
     def num_columns(self, max_q_len: int) -> int:
         """Returns the most blocks that the queries of a sequence with so many new tokens see."""
-        return num_reached_blocks(self.size, max_q_len, MAX_WINDOW, BLOCK_SIZE)
+        return num_reached_blocks(self.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
 
 
 def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[KVCache, jax.Array, jax.Array]:
@@ -291,9 +291,9 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     num_seqs, num_tokens = len(step.lens), len(step.position)
     num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
     # Full blocks of new tokens, and one partial block for each sequence that has any.
-    room = (num_tokens + min(num_seqs, num_tokens) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
+    room = (num_tokens + min(num_seqs, num_tokens) * (WINDOW_BLOCK_SIZE - 1)) // WINDOW_BLOCK_SIZE
     cache = _pages(ring, step.ring_table(1).reshape(-1), room, layer)
-    num_blocks = -(-step.lens // BLOCK_SIZE) - step.first_block - num_old
+    num_blocks = -(-step.lens // WINDOW_BLOCK_SIZE) - step.first_block - num_old
     num_blocks = jnp.where((step.q_lens > 0) & (step.row_start >= 0), jnp.maximum(num_blocks, 0), 0)
     start = num_seqs * num_old + jnp.cumsum(num_blocks) - num_blocks
     column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -301,10 +301,14 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     table = jnp.where(column < num_old, own, start[:, None] + column - num_old)
     exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
     table = jnp.where(exists, table, -1)
-    column = step.position // BLOCK_SIZE - step.first_block[step.seq]
+    column = step.position // WINDOW_BLOCK_SIZE - step.first_block[step.seq]
     block = table.at[step.seq, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
     is_written = (step.position >= 0) & (block >= 0)
-    return cache, table, jnp.where(is_written, block * BLOCK_SIZE + step.position % BLOCK_SIZE, PADDING_SLOT)
+    return (
+        cache,
+        table,
+        jnp.where(is_written, block * WINDOW_BLOCK_SIZE + step.position % WINDOW_BLOCK_SIZE, PADDING_SLOT),
+    )
 
 
 def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:

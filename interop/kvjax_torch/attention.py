@@ -263,6 +263,17 @@ def _attend(
     scales = as_tensors(k_scale, v_scale, tensors["key_cache"])
     given = *tensors.values(), dtype_name(kv_cache_dtype), *scales
     options = {"v_scale_layout": order_name(v_scale_layout), **checked_softmax(softmax)._asdict(), **limits}
+    return call_operation(operation, given, options, out, return_lse)
+
+
+def call_operation(
+    operation: tuple[Any, Any],
+    given: tuple[Any, ...],
+    options: Mapping[str, Any],
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Calls the first of two registered operations, or the second one, which stores its results in `out`."""
     return_lse = as_bool("return_lse", return_lse)
     attend, attend_into = operation
     if out is None:

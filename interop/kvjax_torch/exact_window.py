@@ -15,7 +15,7 @@ import torch
 
 import kvjax
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError
-from kvjax.ops.options import MAX_WINDOW, as_int, kind_of, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_int, kind_of, num_reached_blocks, window_blocks
 from kvjax_torch.arguments.checks import check_devices, check_index, check_tensors, on_host
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES, dtype_name
 from kvjax_torch.arguments.plan import Encoding, ReadTensors
@@ -23,8 +23,6 @@ from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 
-BLOCK_SIZE = 16
-"""Tokens of a ring's block; pages may have any other number."""
 PADDING_SLOT = -1
 MODEL_DTYPE = ("auto", 1.0, 1.0)
 """How a ring is stored: its tensors' dtype, without scales."""
@@ -50,11 +48,11 @@ class ExactWindow:
     def __post_init__(self) -> None:
         check_tensors(**{f"exact_window.{name}": getattr(self, name) for name in ("key_cache", "value_cache")})
         keys, values, blocks = self.key_cache.shape, self.value_cache.shape, self.blocks_per_row
-        is_ring = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[1] == BLOCK_SIZE
+        is_ring = len(keys) == len(values) == 4 and keys[:3] == values[:3] and keys[1] == WINDOW_BLOCK_SIZE
         if not is_ring or keys[0] % blocks:
             raise KVCacheValueError(
                 f"exact_window: got keys {tuple(keys)} and values {tuple(values)}, expected [num_rows * {blocks},"
-                f" {BLOCK_SIZE}, num_kv_heads, head size], as ExactWindow.allocate makes them"
+                f" {WINDOW_BLOCK_SIZE}, num_kv_heads, head size], as ExactWindow.allocate makes them"
             )
 
     @classmethod
@@ -92,8 +90,8 @@ class ExactWindow:
         sizes = {"num_kv_heads": num_kv_heads, "head_size": head_size}
         sizes["head_size_v"] = head_size if head_size_v is None else head_size_v
         heads, *head_sizes = (as_int(name, number, least=1) for name, number in sizes.items())
-        per_row = _blocks_per_row(size, max_q_len)
-        blocks = per_row * as_int("num_rows", num_rows, least=1, most=MAX_WINDOW // (per_row * BLOCK_SIZE))
+        per_row = window_blocks(size, max_q_len)
+        blocks = per_row * as_int("num_rows", num_rows, least=1, most=MAX_WINDOW // (per_row * WINDOW_BLOCK_SIZE))
         like = torch.empty(0, dtype=dtype, device=device)
         key_cache, value_cache = empty_pages(like, blocks, heads, head_sizes)
         return cls(key_cache.zero_(), value_cache.zero_(), int(size), int(max_q_len))
@@ -101,12 +99,12 @@ class ExactWindow:
     @property
     def blocks_per_row(self) -> int:
         """Blocks of a row."""
-        return _blocks_per_row(self.size, self.max_q_len)
+        return window_blocks(self.size, self.max_q_len)
 
     @property
     def tokens_per_row(self) -> int:
         """Tokens that a row holds: those that a query attends to, and room for `max_q_len - 1` more."""
-        return self.blocks_per_row * BLOCK_SIZE
+        return self.blocks_per_row * WINDOW_BLOCK_SIZE
 
     @property
     def num_rows(self) -> int:
@@ -192,7 +190,7 @@ def empty_pages(
     like: torch.Tensor, num_blocks: int, num_kv_heads: int, head_sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks that hold nothing, keys and values of equal sizes in one allocation, which kernels read faster."""
-    rest = BLOCK_SIZE, num_kv_heads
+    rest = WINDOW_BLOCK_SIZE, num_kv_heads
     if head_sizes[0] == head_sizes[1]:
         pages = like.new_empty(num_blocks, 2, *rest, head_sizes[0])
         return pages[:, 0], pages[:, 1]
@@ -204,15 +202,6 @@ def write_recent(
 ) -> None:
     """Writes tokens to blocks in the model dtype."""
     reshape_and_cache_flash(key, value, pages[0], pages[1], slots, *MODEL_DTYPE, unique_slots=True)
-
-
-def _blocks_per_row(size: object, max_q_len: object) -> int:
-    """How many blocks hold what the first of `max_q_len` new tokens attends to and the others besides.
-
-    A block may hold the oldest of these tokens and the newest: each query sees either as its window says.
-    """
-    tokens = as_int("size", size, least=1, most=MAX_WINDOW) + as_int("max_q_len", max_q_len, least=1, most=MAX_WINDOW)
-    return -(-(tokens - 1) // BLOCK_SIZE)
 
 
 def lengths(seq_lens: torch.Tensor, cu_q_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

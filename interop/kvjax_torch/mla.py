@@ -19,6 +19,7 @@ from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensor
+from kvjax_torch.attention import call_operation
 
 
 class MLAOptions(TypedDict, total=False):
@@ -326,13 +327,7 @@ def _attend(
     options = {**checked_softmax(softmax)._asdict(), **limits}
     del options["sinks"]
     given = *tensors.values(), dtype_name(kv_cache_dtype), _as_scale(scale, tensors["kv_cache"])
-    return_lse = as_bool("return_lse", return_lse)
-    attend, attend_into = operation
-    if out is None:
-        out, lse = attend.default(*given, **options)
-    else:
-        lse = attend_into.default(out, *given, **options)
-    return (out, lse) if return_lse else out
+    return call_operation(operation, given, options, out, return_lse)
 
 
 def _as_scale(scale: Scale, cache: torch.Tensor) -> torch.Tensor:

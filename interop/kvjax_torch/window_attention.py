@@ -12,7 +12,7 @@ import torch
 
 import kvjax
 from kvjax import KVCacheDType, KVCacheValueError
-from kvjax.ops.options import MAX_WINDOW, as_limits, as_window, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_window, num_reached_blocks
 from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
 from kvjax_torch.arguments.dtypes import dtype_name
@@ -20,7 +20,6 @@ from kvjax_torch.arguments.plan import Encoding, ReadTensors, SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
 from kvjax_torch.exact_window import (
-    BLOCK_SIZE,
     MODEL_DTYPE,
     PADDING_SLOT,
     ExactWindow,
@@ -163,7 +162,7 @@ def exact_window_attention(
         recent[0],
         recent[1],
         table.int(),
-        (step.lens - step.first_block * BLOCK_SIZE).int(),
+        (step.lens - step.first_block * WINDOW_BLOCK_SIZE).int(),
         cu_q_lens,
         *MODEL_DTYPE,
         sliding_window=size if window is None else min(window, size),
@@ -181,7 +180,7 @@ class _StepTensors(NamedTuple):
     Attributes:
       lens: `[num_seqs]`, tokens of each sequence, the new ones included.
       q_lens: `[num_seqs]`, its new tokens.
-      first_block: `[num_seqs]`, the first of its blocks (of `BLOCK_SIZE` tokens) that its queries see.
+      first_block: `[num_seqs]`, the first of its blocks (of `WINDOW_BLOCK_SIZE` tokens) that its queries see.
       row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
       window: the window.
       seq: `[num_tokens]`, each new token's sequence.
@@ -201,7 +200,7 @@ class _StepTensors(NamedTuple):
         cls, window: ExactWindow, seq_lens: torch.Tensor, cu_q_lens: torch.Tensor, rows: torch.Tensor, num_tokens: int
     ) -> _StepTensors:
         lens, q_lens = lengths(seq_lens, cu_q_lens)
-        first_block = (lens - q_lens - (window.size - 1)).clamp(min=0) // BLOCK_SIZE
+        first_block = (lens - q_lens - (window.size - 1)).clamp(min=0) // WINDOW_BLOCK_SIZE
         ends = cu_q_lens[1:].long()
         token = torch.arange(num_tokens, device=ends.device)
         seq = torch.searchsorted(ends, token, right=True)
@@ -216,7 +215,7 @@ class _StepTensors(NamedTuple):
     @property
     def ring_slots(self) -> torch.Tensor:
         """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
-        tokens, start = self.window.tokens_per_row, self.row_start[self.seq] * BLOCK_SIZE
+        tokens, start = self.window.tokens_per_row, self.row_start[self.seq] * WINDOW_BLOCK_SIZE
         is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
         return torch.where(is_kept, start + self.position % tokens, PADDING_SLOT)
 
@@ -231,7 +230,7 @@ class _StepTensors(NamedTuple):
 
     def num_columns(self, max_q_len: int) -> int:
         """The most blocks that the queries of a sequence with so many new tokens see."""
-        return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, BLOCK_SIZE)
+        return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
 
 
 def _with_room(
@@ -245,13 +244,13 @@ def _with_room(
     num_seqs, num_tokens, device = len(step.lens), len(step.position), step.lens.device
     num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
     # Full blocks of new tokens, and one partial block for each sequence that has any.
-    room = (num_tokens + min(num_seqs, num_tokens) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
+    room = (num_tokens + min(num_seqs, num_tokens) * (WINDOW_BLOCK_SIZE - 1)) // WINDOW_BLOCK_SIZE
     heads, head_sizes = window.key_cache.shape[2], [window.key_cache.shape[3], window.value_cache.shape[3]]
     pages = empty_pages(window.key_cache, num_seqs * num_old + room, heads, head_sizes)
     old = step.ring_table(1).flatten().clamp(min=0)
     for copied, ring in zip(pages, (window.key_cache, window.value_cache), strict=True):
         copied[: len(old)] = ring[old]
-    num_blocks = (step.lens + BLOCK_SIZE - 1) // BLOCK_SIZE - step.first_block - num_old
+    num_blocks = (step.lens + WINDOW_BLOCK_SIZE - 1) // WINDOW_BLOCK_SIZE - step.first_block - num_old
     num_blocks = torch.where((step.q_lens > 0) & (step.row_start >= 0), num_blocks.clamp(min=0), 0)
     start = num_seqs * num_old + num_blocks.cumsum(0) - num_blocks
     column = torch.arange(columns, device=device)[None]
@@ -259,10 +258,10 @@ def _with_room(
     table = torch.where(column < num_old, own, start[:, None] + column - num_old)
     exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
     table = torch.where(exists, table, -1)
-    of_token = step.position // BLOCK_SIZE - step.first_block[step.seq]
+    of_token = step.position // WINDOW_BLOCK_SIZE - step.first_block[step.seq]
     block = table[step.seq, of_token.clamp(0, max(columns - 1, 0))]
     is_written = (step.position >= 0) & (of_token >= 0) & (of_token < columns) & (block >= 0)
-    slots = torch.where(is_written, block * BLOCK_SIZE + step.position % BLOCK_SIZE, PADDING_SLOT)
+    slots = torch.where(is_written, block * WINDOW_BLOCK_SIZE + step.position % WINDOW_BLOCK_SIZE, PADDING_SLOT)
     return pages, table, slots
 
 

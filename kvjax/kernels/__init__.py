@@ -21,7 +21,6 @@ from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
-from kvjax.kernels.mla.any_batch import AnyLatentBatch as AnyLatentBatch
 from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
 from kvjax.kernels.mla.problem import operand_dtype as mla_operand_dtype
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
@@ -54,7 +53,6 @@ __all__ = [
     "SEARCHED",
     "AnyBatch",
     "AnyCount",
-    "AnyLatentBatch",
     "BatchKind",
     "PageMemory",
     "PageRegion",

@@ -20,6 +20,9 @@ from kvjax.spec import as_int as as_int
 MAX_WINDOW = 2**31 - 1
 """The longest sequence: a larger window restricts nothing."""
 
+WINDOW_BLOCK_SIZE = 16
+"""Tokens of a block of an exact window; pages may have any other number."""
+
 MAX_DECODE_Q_LEN = 8
 """The most query tokens of a sequence that the decode kernel serves by default, as in a step that verifies drafts."""
 
@@ -155,6 +158,16 @@ def as_window(window: Any, expected: str = "an int or None") -> int | None:
 def restricting(window: int | None, num_tokens: int) -> int | None:
     """Returns a window, or None for one that holds all of `num_tokens`."""
     return None if window is not None and window >= num_tokens else window
+
+
+def window_blocks(size: object, max_q_len: object) -> int:
+    """Returns the blocks of an exact window's row: they hold what the first of `max_q_len` new tokens attends to, and
+    the others besides.
+
+    A block may hold the oldest of these tokens and the newest: each query sees either as its window says.
+    """
+    tokens = as_int("size", size, least=1, most=MAX_WINDOW) + as_int("max_q_len", max_q_len, least=1, most=MAX_WINDOW)
+    return -(-(tokens - 1) // WINDOW_BLOCK_SIZE)
 
 
 def num_reached_blocks(window: int | None, max_q_len: int, max_blocks: int, block_size: int) -> int:

@@ -84,7 +84,7 @@ def attention_kernels(
     dtype: np.dtype = BFLOAT16,
     interleaved: bool = False,
     **options: Any,
-) -> kernels.AnyBatch | kernels.AnyLatentBatch:
+) -> kernels.AnyBatch:
     target = options.pop("target", kernels.Target())
     own = {name: options.pop(name) for name in ("has_sinks", "one_memory") if name in options}
     memory, scales = beside_memory(spec) if own.get("one_memory") else page_memory(spec), scale_memory(spec)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels.aliases import Kernel, Ref
-from kvjax.kernels.attention.any_batch import COUNTS, BatchKind, merge_of_any_count, problem_of, vector
+from kvjax.kernels.attention.any_batch import COUNTS, AnyBatch, BatchKind, merge_of_any_count, problem_of, vector
 from kvjax.kernels.attention.choice import too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, Problem, Refs
 from kvjax.kernels.memory import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
@@ -24,17 +24,8 @@ MAX_INDEX = 2**31 - 1
 """The largest index of the merge, which is int32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AnyLatentBatch:
-    """Attention over caller-owned latents, for any number of sequences and blocks: as `AnyBatch`, which see.
-
-    Attributes:
-      problem: the description of a call; its counts are 0, because they are known at launch.
-      target: the GPU.
-    """
-
-    problem: Problem
-    target: Target
+class AnyLatentBatch(AnyBatch):
+    """Attention over caller-owned latents, for any number of sequences and blocks."""
 
     def of(self, num_seqs: int, max_blocks: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
         """The decode kernel and the merge for a number of sequences, and the workspace that they share.
@@ -60,7 +51,7 @@ class AnyLatentBatch:
         return decode, merge_of_any_count(self.problem, config), workspace
 
 
-def any_batch(kind: BatchKind, target: Target) -> AnyLatentBatch:
+def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
     """The attention of a kind, whose spec is of latents, on a GPU; `query_dtype` is that of results."""
     return AnyLatentBatch(problem_of(kind, target), target)
 
