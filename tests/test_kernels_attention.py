@@ -31,7 +31,7 @@ from kvjax import (
     ragged_paged_attention,
 )
 from kvjax.kernels import lanes, placement
-from kvjax.kernels.attention import arrays, choice, schedule
+from kvjax.kernels.attention import arrays, choice, schedule, softmax
 from kvjax.kernels.attention.choice import choose, rows_per_pass, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import MergeConfig, Problem
@@ -611,3 +611,12 @@ def test_what_a_device_does_not_say_is_that_of_an_h100():
     assert Target.of(types.SimpleNamespace(num_cores=148)) == Target(148)
     assert Target(148, (10, 0)).converts_e2m1
     assert not Target(132, (9, 0)).converts_e2m1
+
+
+def test_a_row_that_sees_one_token_makes_up_for_the_rounding_of_its_weight():
+    weight = jnp.float32(2.0) ** jnp.linspace(-0.5, 0.5, 9)
+    rounded = weight.astype(jnp.bfloat16).astype(jnp.float32)
+    assert np.max(np.abs(np.asarray(rounded / weight) - 1)) > 2**-10
+    factor = softmax.rounding(weight, rounded, weight)
+    np.testing.assert_allclose(np.asarray(rounded * factor / weight), 1, rtol=3e-7)
+    assert softmax.rounding(weight[0], rounded[0], jnp.float32(0)) > 0  # finite where no token was seen

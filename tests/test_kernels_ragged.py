@@ -18,8 +18,8 @@ from support.gpu_compile import TARGETS, compile_for
 from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
 
-from kvjax import KVCache, KVCacheDType, ragged_paged_attention
-from kvjax.kernels.target import Target
+from kvjax import KVCache, KVCacheDType, ragged_paged_attention, reshape_and_cache_flash
+from kvjax.kernels.target import Target, tracing_for
 from kvjax.ops import ragged
 
 STATIC = ragged_suite.STATIC
@@ -54,6 +54,45 @@ def test_interpreted_it_is_right(options):
     case = ragged_suite.ragged(q_lens, lengths, **{"dtype": "nvfp4", "num_kv_heads": 1, "block_size": 8, **options})
     problem = ragged_suite.build(case)
     suite.assert_right(problem, *ragged_suite.run(problem, interpreted), lse_factor=64, max_factor=1.5)
+
+
+def rows_of_both_kernels(dtype: str, query_dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The results of a sequence's last 8 rows, of a prompt of 40 and one by one."""
+    spec = simple_spec(KVCacheDType(dtype), num_kv_heads=1, head_size=64, block_size=16)
+    rng, num_tokens = np.random.default_rng(0), 150
+    query, key, value = (jnp.asarray(rng.standard_normal((num_tokens, heads, 64)), query_dtype) for heads in (2, 1, 1))
+    cache = reshape_and_cache_flash(key, value, KVCache.allocate(spec, 10), jnp.arange(num_tokens))
+    table = np.tile(np.arange(10), (8, 1))
+    lens = np.arange(num_tokens - 7, num_tokens + 1)
+    attend = functools.partial(ragged_paged_attention, implementation="mosaic")
+    prompt = attend(query[-40:], cache, table[:1], lens[-1:], np.int32([0, 40]), decode_q_len=0, max_prompts=1)
+    decoded = attend(query[-8:], cache, table, lens, np.arange(9), max_q_len=1)
+    return np.asarray(prompt[-8:], np.float32), np.asarray(decoded, np.float32)
+
+
+@INTERPRETS_JOINS
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype"),
+    [
+        ("bfloat16", jnp.bfloat16),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("float16", jnp.float16), ("fp8_e4m3", jnp.bfloat16), ("nvfp4", jnp.bfloat16))
+        ),
+    ],
+)
+def test_interpreted_a_row_of_a_prompt_has_the_bits_that_it_has_decoding(dtype, query_dtype):
+    """But for sums in another order: weights are rounded alike, though relative to other logits."""
+    with interpret_mode(), tracing_for(Target(2)):
+        prompt, decoded = rows_of_both_kernels(dtype, query_dtype)
+    assert np.mean(prompt == decoded) > 0.98
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+def test_a_row_of_a_prompt_has_the_bits_that_it_has_decoding(dtype):
+    prompt, decoded = rows_of_both_kernels(dtype, jnp.bfloat16)
+    assert np.mean(prompt == decoded) > 0.95
 
 
 def attend(query: Any, cache: KVCache, table: Any, lens: Any, bounds: Any, layer: Any = None, **options: Any) -> Any:

@@ -198,7 +198,7 @@ class Decode:
                     registers, state.largest, total, self.problem.value_format.operand, row_scales
                 )
                 self.values.accumulate(values, piece, operands, output)
-        return State(state.largest, total, output)
+        return State(state.largest, total, state.top, output)
 
     def row_scales(
         self, slot: jax.Array, tile: int, start: jax.Array, entries: jax.Array, span: Span, needs_look: jax.Array

@@ -34,7 +34,7 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
         )
     return (
         jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
-        jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
+        jax.ShapeDtypeStruct((parts * problem.sums,), jnp.float32),
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
 
@@ -73,7 +73,7 @@ def merge_kernel(body: Callable[..., None], problem: Problem, config: Division, 
     """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
     warps_per_row = config.merge.warps
     several = warps_per_row > 1
-    registers = 2 + elements_per_thread(problem, config)
+    registers = problem.sums + elements_per_thread(problem, config)
     rows, per_row = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
     kernel: Kernel = plgpu.kernel(
         compat.named("merge_paged_attention", body),

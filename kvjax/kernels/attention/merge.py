@@ -21,18 +21,17 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Carry, Ref
 from kvjax.kernels.attention.problem import Division, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, part_of_block
-from kvjax.kernels.attention.softmax import LOWEST, normalized, sink
+from kvjax.kernels.attention.softmax import LOWEST, Sums, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
 
 
-class Sums(NamedTuple):
-    """A row's combined parts, float32: the largest logit, and sums relative to it of weights and of weighted values.
+class Parts(NamedTuple):
+    """A row's combined parts, float32: its sums, and the weighted values, relative to the same logit.
 
     `output` has a register for each of a thread's elements.
     """
 
-    largest: jax.Array
-    total: jax.Array
+    sums: Sums
     output: list[jax.Array]
 
 
@@ -75,14 +74,14 @@ class Merge:
 
         @pl.when(count == 0)
         def nothing_stored() -> None:
-            self.store(index, row, dim, self.no_sums(), is_row & (warp_index == 0))
+            self.store(index, row, dim, self.no_parts(), is_row & (warp_index == 0))
 
         @pl.when((count > 0) & (num_parts > 1))
         def several_parts() -> None:
-            sums = self.sums(num_parts, part_index, row, dim, warp_index, is_row)
+            parts = self.combined(num_parts, part_index, row, dim, warp_index, is_row)
             if self.warps_per_row > 1:
-                sums = self.joined(sums, lane, warp)
-            self.store(index, row, dim, sums, is_row & (warp_index == 0))
+                parts = self.joined(parts, lane, warp)
+            self.store(index, row, dim, parts, is_row & (warp_index == 0))
 
     @property
     def warps_per_row(self) -> int:
@@ -108,12 +107,13 @@ class Merge:
         """Elements of a row that a thread holds."""
         return elements_per_thread(self.problem, self.config)
 
-    def no_sums(self) -> Sums:
-        """The sums of no part."""
-        zero = lanes.splat(0.0, jnp.float32)
-        return Sums(zero + LOWEST, zero, [zero] * self.elements_per_thread)
+    def no_parts(self) -> Parts:
+        """No part."""
+        zero, lowest = lanes.splat(0.0, jnp.float32), lanes.splat(LOWEST, jnp.float32)
+        sums = Sums(*(lowest, zero, lowest)[: self.problem.sums])
+        return Parts(sums, [zero] * self.elements_per_thread)
 
-    def sums(
+    def combined(
         self,
         num_parts: jax.Array,
         part_index: Callable[[jax.Array], jax.Array],
@@ -121,22 +121,22 @@ class Merge:
         dim: jax.Array,
         warp_index: jax.Array,
         is_row: jax.Array,
-    ) -> Sums:
+    ) -> Parts:
         """The combined parts of a row that a warp takes: every `warps_per_row`-th from `warp_index` on."""
         problem, at_once = self.problem, self.config.merge.at_once
         step = self.warps_per_row * at_once
         rows, size = problem.q_len * problem.num_heads, problem.spec.head_size_v
 
         def body(i: jax.Array, carry: Carry) -> Carry:
-            largest, total, output = carry
-            loaded = []
+            (largest, total, top), output = carry
+            loaded: list[Parts] = []
             for k in range(at_once):
                 part = i * step + k * self.warps_per_row + warp_index
                 is_part = is_row & (part < num_parts)
                 offset = part_index(part) * rows + row
-                pair = [
-                    lanes.load_global(self.refs.partial_lse, 2 * offset, is_part, _bits(LOWEST)),
-                    lanes.load_global(self.refs.partial_lse, 2 * offset + 1, is_part, 0),
+                sums = [
+                    lanes.load_global(self.refs.partial_lse, problem.sums * offset + j, is_part, none)
+                    for j, none in enumerate((_bits(LOWEST), 0, _bits(LOWEST))[: problem.sums])
                 ]
                 values = [
                     lanes.load_global(
@@ -147,26 +147,30 @@ class Merge:
                     )
                     for j in range(self.elements_per_thread)
                 ]
-                loaded.append([lanes.bits(x, jnp.float32) for x in (*pair, *values)])
+                sums, values = ([lanes.bits(x, jnp.float32) for x in some] for some in (sums, values))
+                loaded.append(Parts(Sums(*sums), values))
             new = largest
-            for part_largest, *_ in loaded:
-                new = jnp.maximum(new, part_largest)
+            for parts in loaded:
+                new = jnp.maximum(new, parts.sums.largest)
             shrink = lanes.exp2(largest - new)
             total, output = total * shrink, [x * shrink for x in output]
-            for part_largest, part_total, *values in loaded:
-                weight = lanes.exp2(part_largest - new)
-                total = total + part_total * weight
-                output = [x + y * weight for x, y in zip(output, values, strict=True)]
-            return Sums(new, total, output)
+            for parts in loaded:
+                weight = lanes.exp2(parts.sums.largest - new)
+                total = total + parts.sums.total * weight
+                output = [x + y * weight for x, y in zip(output, parts.output, strict=True)]
+                if parts.sums.top is not None:
+                    top = jnp.maximum(top, parts.sums.top)
+            return Parts(Sums(new, total, top), output)
 
-        none = self.no_sums()
+        none = self.no_parts()
         steps = lax.div(num_parts + (step - 1), jnp.int32(step))
         return lax.fori_loop(0, steps, body, none)
 
-    def joined(self, own: Sums, lane: jax.Array, warp: jax.Array) -> Sums:
-        """The combined sums of all warps, in each of them."""
-        largest = own.largest
-        registers = [largest, own.total, *own.output]
+    def joined(self, own: Parts, lane: jax.Array, warp: jax.Array) -> Parts:
+        """The combined parts of all warps, in each of them."""
+        first = self.problem.sums  # register of the output
+        largest, _, top = own.sums
+        registers = [*own.sums.registers, *own.output]
         count = len(registers)
         for i, x in enumerate(registers):
             offset = ((warp * count + i) * LANES + lane) * 4
@@ -181,24 +185,25 @@ class Merge:
         ]
         for other in loaded:
             largest = jnp.maximum(largest, other[0])
+            if top is not None:
+                top = jnp.maximum(top, other[2])
         weights = [lanes.exp2(other[0] - largest) for other in loaded]
-        sums = [
+        total, *output = (
             sum(
                 (other[i] * weight for other, weight in zip(loaded, weights, strict=True)),
                 start=lanes.splat(0.0, jnp.float32),
             )
-            for i in range(1, count)
-        ]
-        return Sums(largest, sums[0], sums[1:])
+            for i in (1, *range(first, count))
+        )
+        return Parts(Sums(largest, total, top), output)
 
-    def store(self, index: jax.Array, row: jax.Array, dim: jax.Array, sums: Sums, condition: jax.Array) -> None:
+    def store(self, index: jax.Array, row: jax.Array, dim: jax.Array, parts: Parts, condition: jax.Array) -> None:
         """Stores a row's output and log-sum-exp."""
         problem, size = self.problem, self.problem.spec.head_size_v
-        inverse, lse = normalized(
-            sums.largest, sums.total, sink(problem, self.refs, row % problem.num_heads, condition)
-        )
+        own_sink = sink(problem, self.refs, row % problem.num_heads, condition)
+        inverse, lse = normalized(parts.sums, own_sink, problem.weight_dtype)
         lanes.store_global(self.refs.lse, index, lse, condition & (dim == 0))
-        for j, x in enumerate(sums.output):
+        for j, x in enumerate(parts.output):
             position = dim + LANES * j
             lanes.store_global(self.refs.out, index * size + position, x * inverse, condition & (position < size))
 

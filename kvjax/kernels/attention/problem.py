@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from kvjax.kernels.aliases import DTypeLike, Ref
+from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.memory import Number, PageMemory, RowScaleMemory
@@ -121,7 +121,11 @@ class ReadArrays(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional."""
+    """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional.
+
+    `partial_lse` has for each row of a part the logit that its weights are relative to, the sum of its weights and,
+    unless `Problem.weight_dtype` is None, its largest logit.
+    """
 
     query: Ref = None
     pages: Ref = None
@@ -198,6 +202,21 @@ class Problem:
     def value_format(self) -> Format:
         """How stored bytes of values become operands."""
         return Format.of(self.spec.dtype.parts[1], converts_e2m1=self.converts_e2m1)
+
+    @property
+    def weight_dtype(self) -> DType | None:
+        """What weights are rounded to, where results make up for that of a row's largest one.
+
+        None for latents, and where values have a scale of their token: weights are then multiplied by it first.
+        """
+        if self.spec.is_mla or self.value_format.has_row_scales:
+            return None
+        return self.value_format.operand
+
+    @property
+    def sums(self) -> int:
+        """Numbers of a row in a part, besides its results: see `Refs.partial_lse`."""
+        return 2 if self.weight_dtype is None else 3
 
     @property
     def rows(self) -> int:

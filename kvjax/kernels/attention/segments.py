@@ -14,17 +14,17 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
-from kvjax.kernels.attention.softmax import State, normalized, sink
+from kvjax.kernels.attention.softmax import State, Sums, normalized, sink
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES
 
 
 def state_registers(problem: Problem) -> int:
-    """Number of registers of a warp's state: largest logits, totals and output."""
+    """Number of registers of a warp's state: sums and output."""
     fmt, size = problem.value_format, problem.spec.head_size_v
     runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_per_unit  # of eight dims
-    return problem.tiles * (4 + 4 * -(-runs // 2))
+    return problem.tiles * (2 * problem.sums + 4 * -(-runs // 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,13 @@ class Segments:
         """Combines the states of a head's warps, and stores the result if it is `whole`, else as `part` for `merge`."""
         problem, config = self.problem, self.config
         total = [lanes.sum_over_rows(x) for x in state.total]
-        registers = [*state.largest, *total, *state.output]
+        top = [] if problem.weight_dtype is None else [lanes.max_over_rows(x) for x in state.top]
+        registers = [*state.largest, *total, *top, *state.output]
         if config.groups > 1:
             registers = self.joined(registers)
-        rows = 2 * problem.tiles
-        largest, total, output = registers[:rows], registers[rows : 2 * rows], registers[2 * rows :]
+        rows, start = 2 * problem.tiles, self.first_output
+        sums = [Sums(*registers[row:start:rows]) for row in range(rows)]
+        output = registers[start:]
         stores = self.warp.works & (self.warp.number < config.heads)
         v_factor = self.warp.scale(problem.value_format, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
             problem.value_format.factor
@@ -70,11 +72,11 @@ class Segments:
 
         @pl.when(whole)
         def _() -> None:
-            self.store_result(sequence, largest, total, output, stores)
+            self.store_result(sequence, sums, output, stores)
 
         @pl.when(~whole)
         def _() -> None:
-            self.store_part(part, largest, total, output, stores)
+            self.store_part(part, sums, output, stores)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Stores the range of thread blocks that have parts of a sequence."""
@@ -110,15 +112,22 @@ class Segments:
                 result[row] = largest
                 for i in [rows + row, *self.registers_of_row(row)]:
                     result[i] = mine[i] * shrink + other[i] * shrink_other
+                for i in range(2 * rows + row, self.first_output, rows):
+                    result[i] = jnp.maximum(mine[i], other[i])
             return result
 
         registers = lax.fori_loop(1, config.groups, body, registers)
         lanes.wait_before_copies()
         return list(registers)
 
+    @property
+    def first_output(self) -> int:
+        """The index of the first output register: those of sums are before it."""
+        return 2 * self.problem.tiles * self.problem.sums
+
     def registers_of_row(self, row: int) -> list[int]:
-        """Indices of the state's output registers for one of its rows, of which it has two per tile."""
-        start = 4 * self.problem.tiles
+        """Indices of the output registers for one of the state's rows, of which it has two per tile."""
+        start = self.first_output
         tile, i = divmod(row, 2)
         products = self.rows.products
         return [start + 4 * (tile * products + product) + j for product in range(products) for j in (i, i + 2)]
@@ -134,8 +143,7 @@ class Segments:
     def store_result(
         self,
         sequence: jax.Array,
-        largest: list[jax.Array],
-        total: list[jax.Array],
+        sums: list[Sums],
         output: list[jax.Array],
         stores: jax.Array,
     ) -> None:
@@ -143,18 +151,19 @@ class Segments:
         problem = self.problem
         for row, is_row, token, head in self.query_rows():
             index = (sequence * problem.q_len + token) * problem.num_heads + head
-            inverse, lse = normalized(largest[row], total[row], sink(problem, self.refs, head, is_row))
+            own_sink = sink(problem, self.refs, head, is_row)
+            inverse, lse = normalized(sums[row], own_sink, problem.weight_dtype)
             here = stores & is_row
             lanes.store_global(self.refs.lse, index, lse, here & (self.warp.row == 0))
             self.store_row(self.refs.out, index, row, [x * inverse for x in self.of_row(output, row)], here)
 
     def of_row(self, output: list[jax.Array], row: int) -> list[jax.Array]:
         """The output registers of a row of the state."""
-        return [output[i - 4 * self.problem.tiles] for i in self.registers_of_row(row)]
+        return [output[i - self.first_output] for i in self.registers_of_row(row)]
 
     def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
         """Stores the output of a row of the state as row `index` of `ref`."""
-        start, size = 4 * self.problem.tiles, self.problem.spec.head_size_v
+        start, size = self.first_output, self.problem.spec.head_size_v
         for i, value in zip(self.registers_of_row(row), values, strict=True):
             product, j = divmod((i - start) % (4 * self.rows.products), 4)
             dim, is_dim = self.rows.dim(product, j // 2)
@@ -163,16 +172,15 @@ class Segments:
     def store_part(
         self,
         part: jax.Array,
-        largest: list[jax.Array],
-        total: list[jax.Array],
+        sums: list[Sums],
         output: list[jax.Array],
         stores: jax.Array,
     ) -> None:
-        """Stores a part of a sequence: the unnormalized output, the largest logit and the total."""
+        """Stores a part of a sequence: the unnormalized output, and sums."""
         problem = self.problem
         for row, is_row, token, head in self.query_rows():
             index = (part * problem.q_len + token) * problem.num_heads + head
             here = stores & is_row
-            for i, x in enumerate((largest[row], total[row])):
-                lanes.store_global(self.refs.partial_lse, index * 2 + i, x, here & (self.warp.row == 0))
+            for i, x in enumerate(sums[row].registers):
+                lanes.store_global(self.refs.partial_lse, index * problem.sums + i, x, here & (self.warp.row == 0))
             self.store_row(self.refs.partial, index, row, self.of_row(output, row), here)

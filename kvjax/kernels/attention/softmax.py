@@ -4,8 +4,13 @@ It runs in the registers of the logits. The largest logit is raised only where a
 `HEADROOM`: weights then stay within float16, and the output is rescaled rarely instead of at every step.
 
 Sums of weighted bfloat16 may overflow float32 where their mean does not. So for these, weights are relative to a logit
-that is `MARGIN` above the largest one: a sum of 2**20 values with weights up to `2 ** (HEADROOM - MARGIN)` does not
+that is `MARGIN` above the largest one: a sum of 2**19 values with weights up to `2 ** (HEADROOM + 1 - MARGIN)` does not
 exceed the largest value. Sums of float16 do not overflow, and weights that small would underflow in float16.
+
+The logit that weights are relative to is an integer (`reference`). Logits are binary logarithms, so which integer it is
+changes exponents of weights, not how they are rounded to 16 bits: a row has nearly the same result in the decode and
+the prompt kernel, and however its tokens are divided among thread blocks. The largest weight is then rounded like all
+others, and a row that sees one token above all would have its whole error; `rounding` makes up for it.
 """
 
 from __future__ import annotations
@@ -45,21 +50,24 @@ class State(NamedTuple):
     ```
     largest[2 * tile + r]                                  of the row, equal in all threads of a column
     total[2 * tile + r]                                    of this thread's tokens; `Segments.finish` adds the others
+    top[2 * tile + r]                                      likewise, the largest logit
     output[4 * (tile * products + product) + 2 * h + r]    of the row and the dim `ValueRows.dim(product, h)`
     ```
 
-    Weights are relative to `largest`, which is `margin` above the largest logit.
+    Weights are relative to `largest`, the `reference` of a logit.
     """
 
     largest: list[jax.Array]
     total: list[jax.Array]
+    top: list[jax.Array]
     output: list[jax.Array]
 
     @classmethod
     def empty(cls, tiles: int, products: int) -> State:
         """The state of rows that have seen no token, for a number of query row tiles and of products of 16 dims."""
-        zero = lanes.splat(0.0, jnp.float32)
-        return cls([lanes.splat(LOWEST, jnp.float32)] * 2 * tiles, [zero] * 2 * tiles, [zero] * 4 * tiles * products)
+        zero, lowest = lanes.splat(0.0, jnp.float32), lanes.splat(LOWEST, jnp.float32)
+        rows = 2 * tiles
+        return cls([lowest] * rows, [zero] * rows, [lowest] * rows, [zero] * 4 * tiles * products)
 
 
 def capped(x: jax.Array, cap: float | None, exp2: Callable[[jax.Array], jax.Array] = lanes.exp2) -> jax.Array:
@@ -76,8 +84,23 @@ def margin(dtype: DTypeLike) -> float:
     return MARGIN if dtype == jnp.bfloat16 else 0.0
 
 
+def reference(largest: jax.Array, margin: float) -> jax.Array:
+    """The logit that weights are relative to, for the largest logit of a row: `margin` above the integer next to it."""
+    nearest = lax.round(largest, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return nearest + margin if margin else nearest
+
+
+def rounding(weight: jax.Array, rounded: jax.Array, total: jax.Array) -> jax.Array:
+    """The factor of a row's results that makes up for the rounding of its largest weight.
+
+    Results are sums of rounded weights. `total` is the sum of weights that are not, as the log-sum-exp wants it.
+    """
+    known = jnp.where(total == 0.0, 1.0, total)
+    return known / (known + (rounded - weight))
+
+
 def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
-    """The state with its largest logits raised where a logit exceeds them too far, to `margin` above the largest."""
+    """The state with `largest` raised where a logit exceeds it too far, to the `reference` of the largest logit."""
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
@@ -92,8 +115,7 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
         output = list(flat[4 * tiles :])
         products = len(output) // (4 * tiles)
         for i in range(2 * tiles):
-            new = lanes.max_over_rows(tops[i])
-            new = jnp.maximum(largest[i], new + margin if margin else new)
+            new = jnp.maximum(largest[i], reference(lanes.max_over_rows(tops[i]), margin))
             shrink = lanes.exp2(largest[i] - new)
             largest[i], total[i] = new, total[i] * shrink
             for product in range(products):
@@ -104,7 +126,8 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
 
     flat = [*state.largest, *state.total, *state.output]
     flat = lax.cond(lanes.any_in_warp(too_far), raise_all, lambda *xs: list(xs), *flat)
-    return State(flat[: 2 * tiles], flat[2 * tiles : 4 * tiles], flat[4 * tiles :])
+    top = [jnp.maximum(old, new) for old, new in zip(state.top, tops, strict=True)]
+    return State(flat[: 2 * tiles], flat[2 * tiles : 4 * tiles], top, flat[4 * tiles :])
 
 
 def weights(
@@ -139,18 +162,41 @@ def sink(problem: Problem, refs: Refs, head: jax.Array, is_row: jax.Array) -> ja
     return lanes.bits(lanes.load_global(refs.sinks, head, is_row), jnp.float32)
 
 
-def normalized(largest: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factor that normalizes a row's output, and its log-sum-exp, from its largest logit and total.
+class Sums(NamedTuple):
+    """What a row has seen, in a register each.
+
+    Attributes:
+      largest: the logit that weights are relative to.
+      total: the sum of weights.
+      top: the largest logit; None where `Problem.weight_dtype` is.
+    """
+
+    largest: jax.Array
+    total: jax.Array
+    top: jax.Array | None = None
+
+    @property
+    def registers(self) -> list[jax.Array]:
+        """Those that there are, `Problem.sums` in number."""
+        return [self.largest, self.total, *([] if self.top is None else [self.top])]
+
+
+def normalized(sums: Sums, sink: jax.Array, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
+    """The factor that normalizes a row's output, and its log-sum-exp; `dtype` is that of rounded weights.
 
     Logits are binary logarithms, except for the sink; the log-sum-exp is natural. For a row that has seen no token the
     factor is 0 and the log-sum-exp the sink's logit, -inf without one.
     """
+    largest, total, top = sums
     sink = sink * np.float32(LOG2_E)
     raised = jnp.maximum(largest, sink)
     shrink = lanes.exp2(largest - raised)
     whole = total * shrink + lanes.exp2(sink - raised)
     zero = lanes.splat(0.0, jnp.float32)
     inverse = shrink / jnp.where(whole == 0.0, zero + 1.0, whole)
+    if top is not None:
+        weight = lanes.exp2(top - largest)
+        inverse = inverse * rounding(weight, lanes.lower_half(lanes.half2(weight, weight, dtype), dtype), total)
     return jnp.where(total == 0.0, zero, inverse), (raised + _log2(whole)) * np.float32(1 / LOG2_E)
 
 

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
-from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
+from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
 from kvjax.kernels.prompts.memory import Memory, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
@@ -122,22 +123,23 @@ class RowWarpgroup:
 
         masked = functools.partial(self._tile, own_query, factor, True)
         plain = functools.partial(self._tile, own_query, factor, False)
-        state = acc, largest, total
+        state = acc, largest, total, largest
         if self.problem.window is not None:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
-        acc, largest, total = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        acc, largest, total, top = lax.fori_loop(span.plain_stop, span.stop, masked, state)
         plgpu.barrier_arrive(scratch.turn)
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
         loaded = next_rows.load_query()
         sink = memory.sink(item.head) * LOG2_E
+        factor = self._rounding(top, largest, total)
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - shift)
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink / total, 0.0) * memory.weight(item.head, item.kv_head)
+        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * memory.weight(item.head, item.kv_head)
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
         lse = (shift + jnp.log2(total)) / LOG2_E
         # Only rows that are the sequence's and not another tile's.
@@ -156,6 +158,16 @@ class RowWarpgroup:
             plgpu.barrier_wait(scratch.turn)
 
         return following, next_rows.step
+
+    def _rounding(self, top: jax.Array, largest: jax.Array, total: jax.Array) -> jax.Array:
+        """The factor for the rounding of rows' largest weights, those of the logits `top`."""
+        dtype = self.scratch.keys.dtype
+        weight = jnp.exp2(top - jnp.where(largest == -jnp.inf, 0.0, largest))
+        # Adding and subtracting a number whose last bit is the dtype's rounds as a conversion does, which jax 0.11
+        # lacks for one element a thread. The weight is within half a power of two of `one`.
+        one = 2.0 ** -margin(dtype)
+        large = jnp.where(weight < one, 0.5, 1.0) * np.float32(1.5 * 2**23 * float(jnp.finfo(dtype).eps) * one)
+        return rounding(weight, (weight + large) - large, total)
 
     @property
     def _copied_base(self) -> Scalar:
@@ -226,7 +238,7 @@ class RowWarpgroup:
     def _tile(self, own_query: Any, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits."""
         _, keys, values, _, keys_full, values_full, turn = self.scratch
-        acc, largest, total = state
+        acc, largest, total, top = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
 
@@ -241,7 +253,9 @@ class RowWarpgroup:
             factor = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, tile)
-        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor + margin(keys.dtype))
+        highest = jnp.max(logits, axis=1) * factor
+        raised = jnp.maximum(largest, reference(highest, margin(keys.dtype)))
+        top = jnp.maximum(top, highest)
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
         weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))
@@ -266,7 +280,7 @@ class RowWarpgroup:
                 self._wait(keys_full, tile + 1)
 
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
-        return acc, raised, total
+        return acc, raised, total, top
 
     def _masked(self, logits: jax.Array, tile: Scalar) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see."""
