@@ -43,6 +43,10 @@ class ServeBenchmark(output.Program):
         of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
         wanted = serving.jobs(of, dtypes(), rows)
         peers = PEERS.value or PEER_NAMES[:2]
+        if serving.DEVICES.value > 1:
+            if WINDOWS.value:
+                raise ValueError("exact_windows: they are served on one device; got several by --devices")
+            peers = [OWN]
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
         windowed = {

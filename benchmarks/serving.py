@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvjax
 from benchmarks import output, timing, workload
@@ -24,6 +27,8 @@ from examples.engine import Engine
 from examples.llama import Llama3Scaling, ModelConfig
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
+DEVICES = flags.DEFINE_integer("devices", 1, "devices that divide the heads of a model", lower_bound=1)
+AXIS = "tensor"
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
 ROWS = {"same": SAME_SEQS, "most": MAX_SEQS, "others": OTHERS, "prompts": PROMPTS}  # by flag value
@@ -134,8 +139,10 @@ class ServeJob:
 
     @property
     def subject(self) -> dict[str, Any]:
+        several = {} if DEVICES.value == 1 else {"devices": DEVICES.value}
         return {
             "case": self.of.name,
+            **several,
             "num_kv_heads": self.of.config.num_key_value_heads,
             "head_size": self.of.config.head_dim,
             "dtype": self.dtype,
@@ -145,12 +152,12 @@ class ServeJob:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a step reads: weights, pages of sequences halfway through their tail, and their exact windows."""
+        """Bytes that a device reads in a step: weights, windows, pages of sequences halfway through their tail."""
         pages = -(-(self.of.seq_len - self.of.tail // 2) // BLOCK_SIZE) * self.num_seqs
         tokens = (self.exact_window or 0) * self.num_seqs
         of_layer = pages * self.spec.real_page_size_bytes
         of_layer += tokens * self.spec.num_kv_heads * sum(self.spec.head_sizes) * workload.INPUT_DTYPE.itemsize
-        return self.of.weight_bytes + self.of.config.num_hidden_layers * of_layer
+        return (self.of.weight_bytes + self.of.config.num_hidden_layers * of_layer) // DEVICES.value
 
 
 def jobs(
@@ -168,8 +175,48 @@ def jobs(
 
 
 @functools.cache
+def mesh() -> Mesh | None:
+    """The devices that divide a model; None for one device."""
+    if DEVICES.value == 1:
+        return None
+    return jax.make_mesh((DEVICES.value,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def by_heads() -> NamedSharding | None:
+    """Where pages are, divided by heads; None on one device."""
+    return None if (devices := mesh()) is None else NamedSharding(devices, P(None, None, None, AXIS))
+
+
+def whole() -> NamedSharding | None:
+    """Where tokens are, on every device; None on one."""
+    return None if (devices := mesh()) is None else NamedSharding(devices, P())
+
+
+@functools.cache
 def params(of: Scenario) -> llama.Params:
-    return llama.random_params(of.config, jax.random.key(0), workload.INPUT_DTYPE)
+    make = functools.partial(llama.random_params, of.config, dtype=workload.INPUT_DTYPE)
+    if (devices := mesh()) is None:
+        return make(jax.random.key(0))
+    shardings = jax.tree.map(lambda spec: NamedSharding(devices, spec), llama.parameter_axes(of.config, AXIS))
+    return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+
+
+def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any) -> Callable[..., Any]:
+    """A function of `(params, tokens, previous, step, caches)` or without `previous`, on the devices of `mesh`.
+
+    It takes and returns caches; `out` is the spec of what it returns besides.
+    """
+    devices = mesh()
+    if devices is None:
+        return run
+    caches = jax.tree.map(lambda cache: cache.partition_specs, caches, is_leaf=lambda each: isinstance(each, KVCache))
+
+    def call(*args: Any) -> Any:
+        specs = llama.parameter_axes(config, AXIS), *[P()] * (len(args) - 2), caches
+        mapped: Any = jax.shard_map(run, mesh=devices, in_specs=specs, out_specs=(out, caches), check_vma=False)
+        return mapped(*args)
+
+    return call
 
 
 def implementation() -> str | None:
@@ -178,13 +225,31 @@ def implementation() -> str | None:
 
 
 def struct_of(of: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), of)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_several(x.sharding)), of)
+
+
+def _several(sharding: Any) -> NamedSharding | None:
+    return None if mesh() is None else sharding
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole())
 
 
 def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False) -> kvjax.StepMetadata:
     shapes = {"block_table": (num_seqs, max_blocks), "seq_lens": (num_seqs,), "cu_q_lens": (num_seqs + 1,)}
     shapes |= {"slot_mapping": (num_tokens,)} | ({"window_rows": (num_seqs,)} if has_windows else {})
-    return kvjax.StepMetadata(**{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()})
+    return kvjax.StepMetadata(**{name: ints(*shape) for name, shape in shapes.items()})
+
+
+def cache_struct(spec: AttentionSpec, num_blocks: int) -> Any:
+    """A cache as `filled_caches` makes it, to lower programs with."""
+    if mesh() is None:
+        return workload.cache_struct(spec, num_blocks)
+    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, sharding=by_heads()))
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), cache, cache.shardings
+    )
 
 
 @functools.cache
@@ -192,15 +257,21 @@ def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
     of, num_seqs = job.of, job.num_seqs
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
-    tokens, previous = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_tokens, num_seqs))
-    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks)
+    cache: Any = cache_struct(job.spec, num_seqs * max_blocks)
     if job.exact_window:
         window = functools.partial(kvjax.ExactWindow.allocate, job.spec, num_seqs, job.exact_window)
         cache = llama.Windowed(cache, jax.eval_shape(window))
     step = step_struct(num_tokens, num_seqs, max_blocks, has_windows=job.exact_window is not None)
     options = {"max_q_len": max_q_len, "max_prompts": int(max_q_len > 1), "implementation": implementation()}
-    arguments = struct_of(params(of)), tokens, previous, step, (cache,) * of.config.num_hidden_layers
-    return compiling(llama.greedy_step, *arguments, config=of.config, **options)
+    caches = (cache,) * of.config.num_hidden_layers
+    run = functools.partial(llama.greedy_step, **own_part(of.config), **options)
+    jitted = jax.jit(divided(run, of.config, caches, P()), donate_argnums=4)
+    return compiling(jitted, struct_of(params(of)), ints(num_tokens), ints(num_seqs), step, caches)
+
+
+def own_part(config: ModelConfig) -> dict[str, Any]:
+    """The arguments `config` and `axis` of a device's part of a model."""
+    return {"config": llama.share(config, DEVICES.value), "axis": None if mesh() is None else AXIS}
 
 
 class Running:
@@ -229,11 +300,27 @@ class TimedEngine(Engine):
 
 def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[KVCache, ...]:
     """Returns caches of normal random numbers; each layer is a random selection of distinct pages."""
-    pages, rng = filled_pages(of.spec(dtype), scaled=False), np.random.default_rng(3)
+    spec, rng = of.spec(dtype), np.random.default_rng(3)
+    own = dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // DEVICES.value)
+    pages = filled_pages(own, scaled=False)
     sources = [
         rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
     ]
-    return tuple(KVCache(take_pages(pages.kv, source), pages.spec) for source in sources)
+    if (sharding := by_heads()) is None:
+        return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
+    like = cache_struct(spec, num_blocks).kv
+    shape = like.sharding.shard_shape(like.shape)
+    copies = [jax.device_put(pages.kv, device) for device in sharding.mesh.devices.flat]
+    return tuple(
+        KVCache(
+            jax.make_array_from_single_device_arrays(
+                like.shape, like.sharding, [take_pages(copy, source).reshape(shape) for copy in copies]
+            ),
+            spec,
+            sharding,
+        )
+        for source in sources
+    )
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
@@ -264,7 +351,7 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
         "chunk": number,
         "max_prompts": number,
     }
-    engine = TimedEngine(run, caches, pool, **sizes, windows=windows)
+    engine = TimedEngine(run, caches, pool, **sizes, windows=windows, sharding=whole())
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -305,8 +392,8 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:
     """Times the last step of an engine. It is repeatable, because it always writes the same slots."""
     assert run.last is not None
-    tokens, step = jax.device_put(run.last)
-    following = jnp.zeros(engine.max_num_seqs, jnp.int32)
+    tokens, step = jax.device_put(run.last, whole())
+    following = jnp.zeros(engine.max_num_seqs, jnp.int32, device=whole())
 
     def call(_: int) -> jax.Array:
         nonlocal following
@@ -335,12 +422,16 @@ def check(job: ServeJob) -> float:
 
     def hidden(by: str | None) -> np.ndarray:
         attend = functools.partial(llama.write_and_attend, max_q_len=1, implementation=by)
-        run = jax.jit(functools.partial(llama.forward, config=config, attend=attend))
         caches: Any = filled_caches(few, job.dtype, 2 * job.blocks_a_seq)
         if job.exact_window:
             caches = llama.with_exact_windows(caches, 2, job.exact_window)
             caches = llama.fill_windows(caches, step, window_rows)
-        return np.asarray(run(weights, tokens=tokens, step=step, caches=caches)[0], np.float64)
+
+        def call(weights: llama.Params, tokens: Any, step: Any, caches: Any) -> Any:
+            return llama.forward(weights, tokens=tokens, step=step, caches=caches, attend=attend, **own_part(config))
+
+        run = jax.jit(divided(call, config, caches, P()))
+        return np.asarray(run(weights, tokens, step, caches)[0], np.float64)
 
     got, expected = hidden(implementation()), hidden("xla")
     error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
@@ -367,7 +458,8 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Tim
     run, max_blocks = Running(params(of), programs), of.prompt_blocks
     pool = kvjax.BlockPool(of.same * max_blocks, BLOCK_SIZE)
     caches = filled_caches(of, dtype, pool.num_blocks)
-    engine = Engine(run, caches, pool, num_seqs=[of.same], max_blocks=max_blocks, chunk=of.chunk)
+    sizes: dict[str, Any] = {"num_seqs": [of.same], "max_blocks": max_blocks, "chunk": of.chunk}
+    engine = Engine(run, caches, pool, **sizes, sharding=whole())
     ids = np.random.default_rng(6).integers(of.config.vocab_size, size=(2 * of.same, of.prompt_len))
     for prompt in ids:
         engine.submit(prompt.tolist(), of.num_new_tokens)

@@ -256,11 +256,14 @@ def forward(
     step: kvjax.StepMetadata,
     caches: Any,
     attend: Attend = write_and_attend,
+    axis: str | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs a step's `tokens [num_tokens]`; returns their last hidden states `[num_tokens, hidden_size]` and the caches.
 
     The caches are one per layer, one of all layers, or whatever else `attend` takes. Stacked layers (`stacked`) are
     scanned, which needs a cache of all layers. Pass the hidden states of the wanted tokens to `logits`.
+
+    Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`.
     """
     rotate = _rotary(step.token_rows()[1], config)
 
@@ -273,10 +276,10 @@ def forward(
             query = _rms_norm(query, layer["query_norm"], config.rms_norm_eps)
             key = _rms_norm(key, layer["key_norm"], config.rms_norm_eps)
         attended, caches = attend(rotate(query), rotate(key), value, caches, step, number)
-        x += attended.reshape(len(tokens), -1) @ layer["output"].T
+        x += _summed(attended.reshape(len(tokens), -1) @ layer["output"].T, axis)
         h = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         gate, up = jnp.split(h @ layer["gate_up"].T, 2, axis=1)
-        return x + (jax.nn.silu(gate) * up) @ layer["down"].T, caches
+        return x + _summed((jax.nn.silu(gate) * up) @ layer["down"].T, axis), caches
 
     x, layers = params["embedding"][tokens], params["layers"]
     if isinstance(layers, Mapping):
@@ -293,15 +296,38 @@ def stacked(params: Params) -> Params:
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
+def share(config: ModelConfig, number: int) -> ModelConfig:
+    """The part of a model that each of a number of devices computes: of its heads, and of its inner dimension."""
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    return dataclasses.replace(config, **{size: getattr(config, size) // number for size in sizes})
+
+
+def parameter_axes(config: ModelConfig, axis: str) -> Params:
+    """The `PartitionSpec` of each parameter of a model that the devices of an axis divide, each computing its `share`.
+
+    A device's rows of `qkv` are its own queries, keys and values, of `gate_up` its own gates: not those of a checkpoint
+    as `params_of` concatenates them.
+    """
+    rows, columns = (jax.sharding.PartitionSpec(*each) for each in ((axis, None), (None, axis)))
+    known = {"qkv": rows, "gate_up": rows, "unembedding": rows, "output": columns, "down": columns}
+
+    def of(path: Any, _: tuple[int, ...]) -> jax.sharding.PartitionSpec:
+        return known.get(path[-1].key, jax.sharding.PartitionSpec())
+
+    return jax.tree.map_with_path(of, parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def logits(params: Params, hidden: jax.Array, axis: str | None = None) -> jax.Array:
     """Returns float32 logits `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
     unembedding = params.get("unembedding", params["embedding"])  # tied if missing
-    return jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
+    own = jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
+    is_whole = axis is None or "unembedding" not in params
+    return own if is_whole else jax.lax.all_gather(own, axis, axis=own.ndim - 1, tiled=True)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "max_q_len", "max_prompts", "implementation"),
+    static_argnames=("config", "max_q_len", "max_prompts", "implementation", "axis"),
     donate_argnames="caches",
 )
 def greedy_step(
@@ -315,6 +341,7 @@ def greedy_step(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     implementation: str | None = None,
+    axis: str | None = None,
 ) -> tuple[jax.Array, Caches]:
     """Returns the most likely token after the last of each sequence, int32 `[max_num_seqs]`, and the caches.
 
@@ -328,20 +355,23 @@ def greedy_step(
       max_q_len: as in `kvjax.ragged_paged_attention`; with 1, every row of the step is one sequence's token.
       max_prompts: likewise.
       implementation: of kvjax's operations.
+      axis: as in `forward`.
     """
     tokens, previous = jnp.asarray(tokens), jnp.asarray(previous)
     tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
     attend = functools.partial(
         write_and_attend, max_q_len=max_q_len, max_prompts=max_prompts, implementation=implementation
     )
-    hidden, caches = forward(params, config, tokens, step, caches, attend)
-    return next_tokens(params, hidden, step, previous), caches
+    hidden, caches = forward(params, config, tokens, step, caches, attend, axis)
+    return next_tokens(params, hidden, step, previous, axis), caches
 
 
-def next_tokens(params: Params, hidden: jax.Array, step: kvjax.StepMetadata, previous: jax.Array) -> jax.Array:
+def next_tokens(
+    params: Params, hidden: jax.Array, step: kvjax.StepMetadata, previous: jax.Array, axis: str | None = None
+) -> jax.Array:
     """Returns the most likely token after the last of each sequence, in the first entries of `previous`."""
     last = jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)
-    following = jnp.argmax(logits(params, hidden[last]), axis=-1).astype(jnp.int32)
+    following = jnp.argmax(logits(params, hidden[last], axis), axis=-1).astype(jnp.int32)
     return previous.at[: len(following)].set(following)
 
 
@@ -371,6 +401,10 @@ def generate(
     while not engine.is_idle:
         engine.step()
     return [[*request.prompt, *request.generated] for request in requests], engine.caches
+
+
+def _summed(x: jax.Array, axis: str | None) -> jax.Array:
+    return x if axis is None else jax.lax.psum(x, axis)
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -15,7 +15,7 @@ from support.interpret_mode import interpret_mode
 
 from benchmarks import bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows
-from benchmarks.peers import attends, attends_flashinfer, read
+from benchmarks.peers import attends, attends_flashinfer, attends_vllm, read
 from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Run
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow, Step
@@ -104,7 +104,7 @@ def test_a_wrong_result_is_found():
             run.check(wrong)
 
 
-OTHERS = (attends.READ, *attends_flashinfer.KEYS)
+OTHERS = (attends.READ, attends_vllm.FA3, *attends_flashinfer.KEYS)
 """Those that need a GPU, where each result is checked before it is timed."""
 
 PEERS = {peer.name: peer for peer in (*attends.PEERS, *attends.STEP_PEERS) if peer not in OTHERS}

@@ -139,3 +139,9 @@ def test_the_spec_of_a_device_has_its_heads():
     cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(4), spec.array_dtype), spec, sharding)
     assert cache.local_spec == dataclasses.replace(spec, num_kv_heads=1)
     assert 8 * cache.local_spec.page_size_bytes == spec.page_size_bytes
+
+
+def test_a_model_that_two_devices_divide():
+    program = run_program("divided_llama.py", num_devices=2)
+    output, _ = program.communicate()
+    assert program.returncode == 0, output

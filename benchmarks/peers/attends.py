@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import compare, output, workload
 from benchmarks.bars import NO_CASCADE
-from benchmarks.peers import attends_flashinfer, in_torch, read
+from benchmarks.peers import attends_flashinfer, attends_vllm, in_torch, read
 from benchmarks.peers.attention_inputs import (
     OWN_ERROR,
     PEER_ERROR,
@@ -169,8 +169,8 @@ IN_TORCH: AttentionPeer = Peer(
 )
 
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
-PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, SDPA, *BUILT)
-STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_flashinfer.FA2, attends_flashinfer.FA3)
+PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, SDPA, attends_vllm.FA3, *BUILT)
+STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_vllm.FA3, attends_flashinfer.FA2, attends_flashinfer.FA3)
 """The peers of attention in a server step."""
 
 
