@@ -59,6 +59,12 @@ def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array
     return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
 
 
+def invariant_run(inputs: AttentionInputs) -> Run:
+    """Attends so that the bits of a sequence do not depend on the others."""
+    compiled = attention(inputs.job, output.IMPLEMENTATION.value, batch_invariant=True).result()
+    return _own_run(inputs, compiled, inputs.numbers)
+
+
 def no_cascade_run(inputs: AttentionInputs) -> Run:
     """Attends without cascade: every sequence reads the shared prefix."""
     compiled = paged(inputs.job, inputs.job.query, None).result()
@@ -160,6 +166,14 @@ WITHOUT_CASCADE: AttentionPeer = Peer(
     ahead=lambda job: [paged(job, job.query, None)],
     own=True,
 )
+INVARIANT: AttentionPeer = Peer(
+    "kvjax, batch invariant",
+    invariant_run,
+    serves=lambda job: not job.row.prefix_len and job.row.head_size <= 256,
+    why_missing=why_no_gpu,
+    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, batch_invariant=True)],
+    own=True,
+)
 IN_TORCH: AttentionPeer = Peer(
     "kvjax_torch",
     step_in_torch_run,
@@ -169,8 +183,17 @@ IN_TORCH: AttentionPeer = Peer(
 )
 
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
-PEERS = (READ, KVJAX, KVJAX_IN_XLA, CUDNN, SDPA, attends_vllm.FA3, *BUILT)
-STEP_PEERS = (KVJAX, WITHOUT_CASCADE, CUDNN, IN_TORCH, attends_vllm.FA3, attends_flashinfer.FA2, attends_flashinfer.FA3)
+PEERS = (READ, KVJAX, INVARIANT, KVJAX_IN_XLA, CUDNN, SDPA, attends_vllm.FA3, *BUILT)
+STEP_PEERS = (
+    KVJAX,
+    INVARIANT,
+    WITHOUT_CASCADE,
+    CUDNN,
+    IN_TORCH,
+    attends_vllm.FA3,
+    attends_flashinfer.FA2,
+    attends_flashinfer.FA3,
+)
 """The peers of attention in a server step."""
 
 

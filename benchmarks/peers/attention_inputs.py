@@ -219,21 +219,21 @@ def compiling(function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
 
 
 @functools.cache
-def attention(job: AttentionJob, implementation: str | None) -> Future[Any]:
+def attention(job: AttentionJob, implementation: str | None, **options: Any) -> Future[Any]:
     """Compiles kvjax's attention for a job: `(query, cache, *numbers, **workload.scales())`.
 
     This is `paged_attention`, `ragged_paged_attention` for a step, or the attention of examples/shared_prefix.py for
-    shared prefixes.
+    shared prefixes. `options` are more of the first two.
     """
     row, cache = job.row, workload.cache_struct(job.spec, job.row.num_blocks)
     if not row.is_step:
-        return paged(job, job.query, implementation)
+        return paged(job, job.query, implementation, **options)
     table, lengths = _indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), _indices(row.num_seqs)
     if row.prefix_len:
         attend = functools.partial(shared_prefix_attention, implementation=implementation)
         numbers = _indices(row.prefix_blocks), table, lengths
     else:
-        options = job.limits | row.options
+        options = job.limits | row.options | options
         attend = functools.partial(kvjax.ragged_paged_attention, **options, implementation=implementation)
         numbers = table, lengths, _indices(row.num_seqs + 1)
     return compiling(attend, job.query, cache, *numbers, **workload.scales())
@@ -245,10 +245,11 @@ def reference(job: AttentionJob) -> Future[Any]:
     return paged(job, jax.ShapeDtypeStruct(shape, jnp.float32), "xla")
 
 
-def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None) -> Future[Any]:
+def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None, **options: Any) -> Future[Any]:
     """Compiles `kvjax.paged_attention` for a query over the caches of a job."""
     row = job.row
-    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, tuple(row.options.items()), query, implementation)
+    chosen = tuple((row.options | options).items())
+    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, chosen, query, implementation)
 
 
 @functools.cache
