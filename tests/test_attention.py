@@ -62,6 +62,43 @@ def test_scales_of_each_token_and_head(attend, case):
     suite.check(case, attend)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=(0, 3, 9, 40), block_size=8, q_len=4, sinks=True, tree=True),
+        Case("nvfp4", lengths=(5, 70, 33), group=4, q_len=8, cap=5.0, tree=True),  # in several passes over the pages
+        Case("fp8_e4m3", "float16", lengths=(77, 5), num_kv_heads=1, q_len=40, window=20, tree=True),  # two words
+        Case("float32", "float32", lengths=(9,), q_len=5, tree=True),
+    ],
+    ids=str,
+)
+def test_drafts_that_are_a_tree(attend, case):
+    suite.check(case, attend)
+
+
+def test_a_tree_of_one_branch_is_no_tree():
+    args = suite.build(Case(lengths=(30, 3), q_len=4)).args
+    expected = _run(*args)
+    for mask in (np.tri(4, dtype=bool), np.ones((2, 4, 4), bool)):
+        np.testing.assert_array_equal(_run(*args, tree_mask=mask), expected)
+        np.testing.assert_array_equal(_run(*args, tree_mask=mask, batch_invariant=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones((4, 4), np.int32), "tree_mask: got dtype int32, expected one of bool"),
+        (np.ones((4, 3), bool), "tree_mask: got shape (4, 3), expected [q_len=4, q_len=4]"),
+        (np.ones((3, 4, 4), bool), "tree_mask: got shape (3, 4, 4), expected [num_seqs=2, q_len=4, q_len=4]"),
+    ],
+)
+def test_a_wrong_tree_is_refused(mask, message):
+    args = suite.build(Case(lengths=(30, 3), q_len=4)).args
+    with pytest.raises((KVCacheTypeError, KVCacheValueError)) as raised:
+        paged_attention(*args, tree_mask=mask)
+    assert str(raised.value).startswith(message)
+
+
 @pytest.mark.full
 def test_one_token_and_100_000_together(attend):
     problem = suite.build(Case("float32", lengths="long", num_kv_heads=1, block_size=32))

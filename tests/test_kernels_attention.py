@@ -68,6 +68,11 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
             Case("int8_per_token_head", lengths=(37, 5), num_kv_heads=2, window=20, sinks=True, q_len=2),
             marks=pytest.mark.full,
         ),
+        Case("bfloat16", lengths=(37, 3), num_kv_heads=1, q_len=4, tree=True),
+        pytest.param(
+            Case("nvfp4", lengths=(50, 5), num_kv_heads=1, head_size=32, group=1, q_len=34, window=20, tree=True),
+            marks=pytest.mark.full,
+        ),
         pytest.param(Case("fp8_per_token_head", "float16", "HND", lengths=(37,), head_size=80), marks=pytest.mark.full),
         pytest.param(Case("int8_per_token_head", lengths=(37,), block_size=8, group=5), marks=pytest.mark.full),
     ],

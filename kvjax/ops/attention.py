@@ -51,6 +51,12 @@ class AttentionOptions(TypedDict, total=False):
     implementation: str | None
 
 
+class LastTokenOptions(AttentionOptions, total=False):
+    """These and what only `paged_attention` takes."""
+
+    tree_mask: ArrayLike | None
+
+
 @overload
 def paged_attention(
     query: ArrayLike,
@@ -59,7 +65,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[LastTokenOptions],
 ) -> jax.Array: ...
 
 
@@ -71,7 +77,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[LastTokenOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -88,6 +94,7 @@ def paged_attention(
     sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     implementation: str | None = None,
@@ -119,6 +126,10 @@ def paged_attention(
         only; below 1 it masks all tokens); or None for no window. Default: the layer's.
       logits_soft_cap: bound on the magnitude of logits, a positive Python number; None for no cap.
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
+      tree_mask: bool `[num_seqs, q_len, q_len]`, or `[q_len, q_len]` for all sequences: whether query token `j` sees
+        query token `i`. For drafts that are a tree, parents before their children: a draft sees its ancestors and
+        itself. Later tokens are not seen whatever it says. A window counts tokens as they are stored. None: each sees
+        all before it.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch and its size;
         docs/attention.md states the cost.
@@ -143,13 +154,14 @@ def paged_attention(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[-2], spec)
-    check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window)
+    tree = None if tree_mask is None else _as_tree(tree_mask, query)
+    check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window, tree_mask=tree_mask)
     return attend_last_tokens(
         "paged_attention",
         cache,
         query,
         (block_table, seq_lens, Stored(layer, k_scale, v_scale)),
-        sinks,
+        (sinks, tree),
         Given(
             as_sm_scale(sm_scale, spec.head_size),
             sliding_window,
@@ -166,12 +178,12 @@ def attend_last_tokens(
     cache: KVCache,
     query: jax.Array,
     read: tuple[ArrayLike, ArrayLike, Stored],
-    sinks: jax.Array | None,
+    others: tuple[jax.Array | None, jax.Array | None],
     given: Given,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query and sinks.
+    """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query.
 
-    `read` are the block table, the lengths and what of the cache is read.
+    `read` are the block table, the lengths and what of the cache is read, `others` the checked sinks and tree.
     """
     block_table, seq_lens, stored = read
     rows = query if query.ndim == 4 else query[:, None]
@@ -188,7 +200,7 @@ def attend_last_tokens(
         cache,
         rows,
         *sequences,
-        sinks,
+        *others,
         window_array,
         softmax=kernel.Softmax(
             sm_scale=given.sm_scale,
@@ -200,6 +212,18 @@ def attend_last_tokens(
     if query.ndim == 3:
         attended, lse = attended[:, 0], lse[:, 0]
     return (attended, lse) if return_lse else attended
+
+
+def _as_tree(tree_mask: ArrayLike, query: jax.Array) -> jax.Array:
+    """Returns a mask as words: see `kernel.ReadArrays`."""
+    num_seqs, q_len = query.shape[0], query.shape[1] if query.ndim == 4 else 1
+    dims: list[tuple[str, int | None]] = [("q_len", q_len), ("q_len", q_len)]
+    if np.ndim(tree_mask) == 3:
+        dims.insert(0, ("num_seqs", num_seqs))
+    check_array("tree_mask", tree_mask, dims, (np.dtype(bool),))
+    mask = jnp.broadcast_to(jnp.asarray(tree_mask), (num_seqs, q_len, q_len)) & np.tri(q_len, dtype=bool)
+    words = jnp.pad(mask, ((0, 0), (0, 0), (0, -q_len % 32))).reshape(num_seqs, q_len, -1, 32)
+    return jnp.sum(words.astype(jnp.uint32) << np.arange(32, dtype=np.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def _attention_xla(
@@ -224,12 +248,13 @@ def _attention_xla(
     positions = jnp.maximum(read.seq_lens, 0)[:, None] - q_len + jnp.arange(q_len)[None, :]
 
     def attend(
-        query: jax.Array, block_table: jax.Array, seq_lens: jax.Array, positions: jax.Array
+        query: jax.Array, block_table: jax.Array, seq_lens: jax.Array, positions: jax.Array, *tree: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        own = read._replace(block_table=block_table, seq_lens=seq_lens)
+        own = read._replace(block_table=block_table, seq_lens=seq_lens, tree=tree[0] if tree else None)
         return attend_pages(cache, query, positions, own, softmax)
 
-    sequences = query, block_table, read.seq_lens, positions
+    trees = () if read.tree is None else (read.tree,)
+    sequences = query, block_table, read.seq_lens, positions, *trees
     attended, lse = one_by_one(attend, sequences) if softmax.batch_invariant else attend(*sequences)
     return attended.astype(query.dtype), lse
 
@@ -296,6 +321,7 @@ def _candidates(query: Query) -> select.Candidates:
                 "heads",
                 "heads",
                 "heads",
+                "sequences queries words",
                 "",
             ),
             results=("sequences queries heads head_size", "sequences queries heads"),

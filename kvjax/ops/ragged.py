@@ -228,6 +228,7 @@ def attend_ragged(
         bounds[1:],
         *sequences[2:],
         sinks,
+        None,  # no tree
         window_array,
         options=StaticOptions(
             sizes,
@@ -349,7 +350,7 @@ def _ragged_mosaic(
     path, a sequence of the other path has length 0.
     """
     read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
-    block_table, seq_lens, layer, k_scale, v_scale, sinks = read
+    block_table, seq_lens, layer, k_scale, v_scale, sinks, _ = read
     max_q_len, max_prompts, decode_q_len = options.limits
     num_tokens, num_seqs = query.shape[0], block_table.shape[0]
     if not query.size or not block_table.size:
@@ -441,7 +442,7 @@ def _candidates(query: Query) -> select.Candidates:
         why_not_mosaic=functools.partial(why_no_kernels, query),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
-            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", ""),
+            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", "", ""),
             results=("blocks tokens heads head_size", "blocks tokens heads"),
             own=own_query_sequences,
         ),

@@ -27,6 +27,21 @@ INVARIANT_TOKENS = 1024
 """Tokens in a chunk whose size must not depend on the batch; a single block may hold more."""
 
 
+class Tree(NamedTuple):
+    """Which query tokens the rows of sequences see: `ReadArrays.tree`, and the sequences' lengths."""
+
+    words: jax.Array
+    seq_lens: jax.Array
+
+    def sees(self, token: jax.Array) -> jax.Array:
+        """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`."""
+        number = token[None, :] - (self.seq_lens[:, None] - self.words.shape[1])
+        word = jnp.clip(number // 32, 0, self.words.shape[2] - 1)
+        found = jnp.take_along_axis(self.words, word[:, None, :], axis=2)
+        bit = (found >> (number % 32).astype(jnp.uint32)[:, None, :]) & 1
+        return (number < 0)[:, None, :] | (bit != 0)
+
+
 class TokenChunks(NamedTuple):
     """The tokens of sequences, in chunks.
 
@@ -34,10 +49,12 @@ class TokenChunks(NamedTuple):
       number: at least 1.
       read: returns a chunk by number: keys `[num_seqs, size, num_kv_heads, head_size]`, values and the mask of existing
         tokens, bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size` on.
+      tree: what rows see of the query tokens; None if they see all that are not later.
     """
 
     number: int
     read: Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
+    tree: Tree | None = None
 
 
 class PartialSoftmax(NamedTuple):
@@ -98,6 +115,8 @@ def attend(
         seen = (age >= 0) & there[:, None, :]
         if softmax.window is not None:
             seen &= age < softmax.window
+        if chunks.tree is not None:
+            seen &= chunks.tree.sees(token)
         # Masked values may be NaN, which a weight of 0 does not remove.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         logits = softmax.sm_scale * jnp.einsum(
@@ -163,7 +182,7 @@ def attend_pages(
     on the number and the lengths of sequences.
     """
     spec = cache.spec
-    block_table, seq_lens, _, k_scale, v_scale, sinks = arrays
+    block_table, seq_lens, _, k_scale, v_scale, sinks, tree = arrays
     num_seqs, max_blocks = block_table.shape
     size = blocks_per_chunk(
         max_blocks, spec.block_size * num_seqs * 4 * (_token_elements(cache) + query.shape[1] * query.shape[2])
@@ -180,7 +199,8 @@ def attend_pages(
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax)
+    own = None if tree is None else Tree(tree, seq_lens)
+    return attend(query, TokenChunks(num_chunks, read, own), positions, sinks, spec, softmax)
 
 
 def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -37,6 +37,8 @@ LENGTHS = {
 class Case:
     """One kind of call.
 
+    `tree`: whether rows see some of the other query tokens alone.
+
     `scales`: "one", "scalar" or "per_head". `q_lens`: of each sequence how many of its `q_len` rows there are, the last
     ones, where that is not all of them.
     """
@@ -58,6 +60,7 @@ class Case:
     sinks: bool = False
     scales: str = "one"
     sm_scale: float | None = None
+    tree: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
@@ -215,6 +218,9 @@ def build(
     options = {"k_scale": scales[0], "v_scale": scales[1], "sm_scale": case.sm_scale}
     options |= {"sliding_window": case.window, "logits_soft_cap": case.cap}
     options["sinks"] = (2 * rng.standard_normal(shape[2])).astype(np.float32) if case.sinks else None
+    if case.tree:
+        seen = rng.random((len(seq_lens), case.q_len, case.q_len)) < 0.5  # later tokens too, which nobody sees
+        options["tree_mask"] = seen | np.eye(case.q_len, dtype=bool)
     args = query, cache_from_bytes(pages, spec, num_blocks), block_table, seq_lens
     return Problem(case, args, options, *dense)
 
@@ -269,7 +275,10 @@ def attention(
     magnitude = 0.0
     for row in range(q_len):
         position = len(keys) - q_len + row
-        seen = slice(0 if case.window is None else max(0, position - case.window + 1), max(position + 1, 0))
+        seen = np.arange(0 if case.window is None else max(0, position - case.window + 1), max(position + 1, 0))
+        if case.tree:
+            number = seen - (len(keys) - q_len)
+            seen = seen[(number < 0) | problem.options["tree_mask"][seq, row, np.maximum(number, 0)]]
         for head in range(case.num_kv_heads):
             k, v, q = keys[seen, head].astype(dtype), values[seen, head].astype(dtype), grouped[row, head]
             logits = q @ k.T * sm_scale

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.choice import array_memory, choose, passes, restricting
@@ -48,7 +49,7 @@ def decode(
     """
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
-    block_table, seq_lens, layer, k_scale, v_scale, sinks = read
+    block_table, seq_lens, layer, k_scale, v_scale, sinks, tree = read
     divided = passes(spec, group, q_len)
     if len(divided) > 1 or len(divided[0][1]) > 1:
         by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
@@ -60,7 +61,10 @@ def decode(
                 rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
                 lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
                 own = read._replace(seq_lens=lens, sinks=own_sinks)
-                parts.append(decode(rows, pages, own, spec, softmax, num_layers=num_layers))
+                if tree is not None:  # a token sees none that follows
+                    own = own._replace(tree=tree[:, tokens, : -(-tokens.stop // 32)])
+                options = softmax._replace(tree_tokens=tokens.stop)
+                parts.append(decode(rows, pages, own, spec, options, num_layers=num_layers))
             out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
             outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
             lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
@@ -88,9 +92,11 @@ def decode(
         has_sinks=sinks is not None,
         batch_invariant=softmax.batch_invariant,
         converts_e2m1=target.converts_e2m1,
+        tree=None if tree is None else softmax.tree_tokens or q_len,
     )
-    # Placeholders for an absent layer and absent sinks, which the kernel does not read.
+    # Placeholders for an absent layer, absent sinks and no tree, which the kernel does not read.
     number, sinks = seq_lens if layer is None else layer.reshape(1), k_scale.reshape(-1) if sinks is None else sinks
+    tree = lax.bitcast_convert_type(seq_lens, jnp.uint32) if tree is None else tree
     return _attend(
         problem,
         config or choose(problem, target),
@@ -102,6 +108,7 @@ def decode(
         k_scale,
         v_scale,
         sinks,
+        tree,
     )
 
 
@@ -116,7 +123,7 @@ def _attend(
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         *workspace(problem, config),
     )
-    pages, block_table, seq_lens, layer, k_scale, v_scale, sinks = arrays
+    pages, block_table, seq_lens, layer, k_scale, v_scale, sinks, tree = arrays
 
     def decode_body(*refs: Ref) -> None:
         query, pages, *others, buffer, barriers = refs
@@ -125,7 +132,7 @@ def _attend(
     kernel = decode_kernel(decode_body, problem, config, out_types)
     out, lse, partial, partial_lse, spans = kernel(
         query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
-        sinks,
+        sinks, tree.reshape(-1),
     )  # fmt: skip
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
 

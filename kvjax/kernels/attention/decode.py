@@ -86,7 +86,7 @@ class Decode:
         values = ValueRows(problem, plan, warp, buffer)
         return cls(
             problem, config, refs, warp, ring, Keys(problem, plan, warp, buffer),
-            Seen(problem, plan, warp, refs.table, ring.num_blocks), values,
+            Seen(problem, plan, warp, refs, ring.num_blocks), values,
             Segments(problem, config, refs, warp, values, buffer),
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ class Decode:
         `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
         """
         config, ring = self.config, self.ring
-        span = Span.of(self.problem, length)
+        span = Span.of(self.problem, length, self.seen.tree(sequence))
         entries = sequence * self.problem.table_stride
         # Nothing is looked up or copied past the end.
         end = jnp.minimum(span.end, (first + count) * config.rows)

@@ -91,12 +91,14 @@ class Softmax(NamedTuple):
       window: tokens that a query token sees, its own included; an int32 scalar on the device only in XLA. None for all.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`, positive and finite; None for no cap.
       batch_invariant: whether a sequence has the same bits whatever else is in the batch.
+      tree_tokens: query tokens that `ReadArrays.tree` has bits for; None for those of the query.
     """
 
     sm_scale: float
     window: Any = None
     logits_soft_cap: float | None = None
     batch_invariant: bool = False
+    tree_tokens: int | None = None
 
 
 class ReadArrays(NamedTuple):
@@ -110,6 +112,8 @@ class ReadArrays(NamedTuple):
       k_scale: float32 `[]` or, for fp8, one for each KV head.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
+      tree: uint32 `[num_seqs, q_len, words]`: bit `i % 32` of word `i // 32` of a query token says whether it sees
+        query token `i`, if that is not later; None if it sees all of these.
     """
 
     block_table: jax.Array
@@ -118,6 +122,7 @@ class ReadArrays(NamedTuple):
     k_scale: jax.Array
     v_scale: jax.Array
     sinks: jax.Array | None = None
+    tree: jax.Array | None = None
 
 
 class Refs(NamedTuple):
@@ -135,6 +140,7 @@ class Refs(NamedTuple):
     k_scale: Ref = None
     v_scale: Ref = None
     sinks: Ref = None
+    tree: Ref = None
     out: Ref = None
     lse: Ref = None
     partial: Any = None
@@ -167,6 +173,8 @@ class Problem:
       has_sinks: whether heads have sinks.
       batch_invariant: whether the bits of a sequence's results must depend on that sequence only.
       converts_e2m1: whether the GPU has an instruction that converts e2m1.
+      tree: query tokens of a sequence that `Refs.tree` has bits for: those of the call, of which a pass over the pages
+        may have the last ones alone; None without a tree.
       scale_memory: of keys and of values, layout of the scales of each token and head where these are arrays of their
         own; None elsewhere.
     """
@@ -192,6 +200,7 @@ class Problem:
     batch_invariant: bool = False
     converts_e2m1: bool = False
     scale_memory: RowScaleMemory = (None, None)
+    tree: int | None = None
 
     @property
     def key_format(self) -> Format:
@@ -217,6 +226,11 @@ class Problem:
     def sums(self) -> int:
         """Numbers of a row in a part, besides its results: see `Refs.partial_lse`."""
         return 2 if self.weight_dtype is None else 3
+
+    @property
+    def tree_words(self) -> int:
+        """Words of a query token in `Refs.tree`."""
+        return -(-(self.tree or 0) // 32)
 
     @property
     def rows(self) -> int:

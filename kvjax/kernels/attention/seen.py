@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import lanes
-from kvjax.kernels.aliases import Ref
-from kvjax.kernels.attention.problem import COLUMNS, Problem
+from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StagePlan
 from kvjax.kernels.attention.values import Values
@@ -26,6 +26,7 @@ class Span(NamedTuple):
       end: the end of the stored positions.
       sees_all_from: start of the positions that all query rows see.
       sees_all_to: their end.
+      tree: the words of each of a thread's query rows, of `Problem.tree` query tokens; empty without a tree.
     """
 
     length: jax.Array
@@ -33,15 +34,17 @@ class Span(NamedTuple):
     end: jax.Array
     sees_all_from: jax.Array
     sees_all_to: jax.Array
+    tree: Sequence[Sequence[jax.Array]] = ()
 
     @classmethod
-    def of(cls, problem: Problem, length: jax.Array) -> Span:
+    def of(cls, problem: Problem, length: jax.Array, tree: Sequence[Sequence[jax.Array]] = ()) -> Span:
         """The visible positions of a sequence of a length."""
         q_len, window = problem.q_len, problem.window
         start = jnp.int32(0) if window is None else jnp.maximum(length - (q_len - 1 + window), 0)
         all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
-        return cls(length, start, end, all_from, jnp.minimum(length - (q_len - 1), end))
+        last_rows = max(q_len - 1, problem.tree or 0)
+        return cls(length, start, end, all_from, jnp.minimum(length - last_rows, end), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +55,36 @@ class Seen:
       problem: the call's.
       plan: maps rows of a tile to tokens.
       warp: the warp.
-      table: reference to the block table, flat.
+      refs: the references; the block table is flat.
       num_blocks: number of blocks of the cache, a uint32 register.
     """
 
     problem: Problem
     plan: StagePlan
     warp: Warp
-    table: Ref
+    refs: Refs
     num_blocks: jax.Array
+
+    def tree(self, sequence: jax.Array) -> list[list[jax.Array]]:
+        """`Span.tree` of a sequence."""
+        problem, words = self.problem, self.problem.tree_words
+        found = []
+        for query_row in self.query_rows() if words else ():
+            index = (sequence * problem.q_len + query_row // problem.group) * words
+            is_row = query_row < problem.rows
+            found.append([lanes.load_global(self.refs.tree, index + word, is_row) for word in range(words)])
+        return found
+
+    def query_rows(self) -> list[jax.Array]:
+        """The thread's query rows, in the order of its registers: two of each tile."""
+        return [columns * COLUMNS + 2 * self.warp.column + i for columns in range(self.problem.tiles) for i in range(2)]
 
     def is_there(self, start: jax.Array, entries: jax.Array, span: Span, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The position of a row of the tile that begins at `start`, and whether any query row sees it."""
         position = start + row
         seen = (position >= span.start) & (position < span.end)
         entry = entries + divided(position, self.plan.block_size)
-        block = lanes.load_global(self.table, entry, seen, -1)
+        block = lanes.load_global(self.refs.table, entry, seen, -1)
         return position, block < self.num_blocks
 
     def logits(self, start: jax.Array, entries: jax.Array, span: Span, logits: list[jax.Array]) -> list[jax.Array]:
@@ -77,15 +94,15 @@ class Seen:
         logits = list(logits)
         for half in range(2):
             position, is_there = self.is_there(start, entries, span, self.plan.token(self.warp.row, half))
-            for columns in range(problem.tiles):
-                for i in range(2):
-                    query_row = columns * COLUMNS + 2 * self.warp.column + i
-                    end = span.length - (problem.q_len - 1) + query_row // problem.group
-                    seen = is_there & (position < end)
-                    if problem.window is not None:
-                        seen &= position >= end - problem.window
-                    at = 4 * columns + 2 * half + i
-                    logits[at] = jnp.where(seen, logits[at], none)
+            for number, query_row in enumerate(self.query_rows()):
+                end = span.length - (problem.q_len - 1) + query_row // problem.group
+                seen = is_there & (position < end)
+                if problem.window is not None:
+                    seen &= position >= end - problem.window
+                if problem.tree is not None:
+                    seen &= in_tree(position - (span.length - problem.tree), span.tree[number])
+                at = 4 * (number // 2) + 2 * half + number % 2
+                logits[at] = jnp.where(seen, logits[at], none)
         return logits
 
     def row_scales(self, start: jax.Array, entries: jax.Array, span: Span, scales: list[jax.Array]) -> list[jax.Array]:
@@ -116,3 +133,13 @@ class Seen:
         return (
             Values(words, kept(scales)) if self.problem.value_format.has_block_scales else Values(kept(words), scales)
         )
+
+
+def in_tree(number: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """Whether a query row sees a query token, given by its number; one before the first, of the context, it does."""
+    seen = number < 0
+    for i, word in enumerate(words):
+        own = number - 32 * i
+        bit = (word >> lanes.bits(own & 31, jnp.uint32)) & jnp.uint32(1)
+        seen |= (own >= 0) & (own < 32) & (bit != 0)
+    return seen

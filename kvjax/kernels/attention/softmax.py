@@ -4,7 +4,7 @@ It runs in the registers of the logits. The largest logit is raised only where a
 `HEADROOM`: weights then stay within float16, and the output is rescaled rarely instead of at every step.
 
 Sums of weighted bfloat16 may overflow float32 where their mean does not. So for these, weights are relative to a logit
-that is `MARGIN` above the largest one: a sum of 2**19 values with weights up to `2 ** (HEADROOM + 1 - MARGIN)` does not
+that is `MARGIN` above the largest one: a sum of 2**20 values with weights up to `2 ** (HEADROOM + 1 - MARGIN)` does not
 exceed the largest value. Sums of float16 do not overflow, and weights that small would underflow in float16.
 
 The logit that weights are relative to is an integer (`reference`). Logits are binary logarithms, so which integer it is
@@ -34,7 +34,7 @@ LOG2_E = math.log2(math.e)
 HEADROOM = 8.0
 """How far logits may exceed the largest logit that weights are relative to, as a binary logarithm."""
 
-MARGIN = 28.0
+MARGIN = 29.0
 """How far the logit that weights are relative to is above the largest, where operands are bfloat16."""
 
 LOWEST = -1e30
