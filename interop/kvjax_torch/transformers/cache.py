@@ -11,12 +11,14 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 import kvjax
 from kvjax import AttentionSpec, CacheLayout, KVCacheTypeError, KVCacheValueError, RequestedKVCacheDType, check_scale
+from kvjax.ops.options import as_int, window_blocks
 from kvjax_torch.arguments.checks import check_scale_values
 from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.scales import Scale
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 from kvjax_torch.transformers.block_table import BlockTable
 from kvjax_torch.transformers.layer import KvjaxLayer
+from kvjax_torch.transformers.recent import RecentTokens
 from kvjax_torch.transformers.steps import Steps
 
 __all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
@@ -67,6 +69,11 @@ class KvjaxCache(Cache):
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
       model_dtype: the dtype that the model computes in, if it differs from `config.dtype`.
+      exact_window: how many of each sequence's last tokens quantized layers also keep in the model dtype, where queries
+        read them; all earlier ones are read from the pages. With `attn_implementation="kvjax"` those are each query's
+        last tokens, its own included; else the last tokens of what is read back. None for none.
+      max_q_len: of the exact window: most new tokens of a sequence in a step of which some may be cropped while all
+        tokens of the window stay exact; for drafts, one more than there are.
 
     Attributes:
       block_tables: the block table of the layers with each sliding window; that of layers without one under None.
@@ -92,6 +99,8 @@ class KvjaxCache(Cache):
         layout: str | CacheLayout = "NHD",
         v_scale_layout: str = "linear",
         model_dtype: torch.dtype | None = None,
+        exact_window: int | None = None,
+        max_q_len: int = 1,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             of_model = isinstance(getattr(config, "config", None), PreTrainedConfig)
@@ -134,6 +143,11 @@ class KvjaxCache(Cache):
         model_dtype = torch_dtype(model.dtype.info.storage_dtype)
         tables = [self.block_tables[spec.sliding_window] for spec in specs]
         self._steps = Steps(tables, CACHE_ARGUMENT)
+        self._exact_window = None if exact_window is None else _as_sizes(exact_window, max_q_len)
+        if self._exact_window is not None:
+            self._steps.recent = [
+                RecentTokens(*self._exact_window) if spec.dtype.is_quantized else None for spec in specs
+            ]
         self._kvjax_layers = [
             KvjaxLayer(index, spec, self._steps, text_config, model_dtype, scales)
             for index, (spec, scales) in enumerate(zip(specs, zip(k_scales, v_scales, strict=True), strict=True))
@@ -149,6 +163,15 @@ class KvjaxCache(Cache):
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers."""
         return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def exact_window_bytes(self) -> int:
+        """Bytes that the exact window of one sequence takes in all layers, as `kvjax plan --exact-window` counts."""
+        if self._exact_window is None:
+            return 0
+        size, max_q_len = self._exact_window
+        quantized = [spec for spec in self.specs if spec.dtype.is_quantized]
+        return sum(kvjax.ExactWindow.num_bytes(spec, 1, size, max_q_len=max_q_len) for spec in quantized)
 
     def reset(self) -> None:
         """Removes every sequence and keeps the pools."""
@@ -177,6 +200,12 @@ class KvjaxCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences that `indices` names or, where it is boolean, marks."""
         self._steps.select(indices.numpy(force=True))
+
+
+def _as_sizes(exact_window: int, max_q_len: int) -> tuple[int, int]:
+    sizes = as_int("exact_window", exact_window, least=1), as_int("max_q_len", max_q_len, least=1)
+    window_blocks(*sizes)  # which refuses those that are too large
+    return sizes
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
