@@ -27,6 +27,7 @@ from kvjax.ops.options import MAX_DECODE_Q_LEN
 from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
+from kvjax_torch.hadamard import hadamard_transform
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.transformers.block_table import AppendStep
 from kvjax_torch.transformers.steps import Steps
@@ -87,6 +88,7 @@ class KvjaxLayer(CacheLayerMixin):
       config: the model's (text) configuration, which says what attends.
       model_dtype: the dtype of keys and values.
       scales: decode scales of the keys and of the values; `None` for the default.
+      key_rotation: whether to store keys rotated by `kvjax_torch.hadamard_transform`.
 
     Attributes:
       spec: the spec of the pages; from the first tokens on, with as many heads as the model stores.
@@ -113,6 +115,7 @@ class KvjaxLayer(CacheLayerMixin):
         config: Any,
         model_dtype: torch.dtype,
         scales: tuple[torch.Tensor | None, torch.Tensor | None],
+        key_rotation: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of transformers
         if spec.is_diffkv:
@@ -122,7 +125,7 @@ class KvjaxLayer(CacheLayerMixin):
         self.spec = spec
         self.block_table = steps.tables[index]
         self._index, self._steps = index, steps
-        self._given_scales = scales
+        self._given_scales, self._key_rotation = scales, key_rotation
         self._config = config
         self._model_dtype = model_dtype
 
@@ -196,6 +199,7 @@ class KvjaxLayer(CacheLayerMixin):
                 " 'kvjax', which stores no padding; expected 'kvjax' until the cache is reset"
             )
         num_seqs, _, num_new, _ = key_states.shape
+        key_states = self._rotated(key_states)
         step = self._steps.join(self._index, num_seqs, num_new, key_states.device)
         self._store(key_states, value_states, step)
         keys, values = gather_kv(
@@ -207,8 +211,9 @@ class KvjaxLayer(CacheLayerMixin):
             window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
             rows = torch.arange(num_seqs, device=key_states.device)
             write_exact_window(window, *_by_token(key_states, value_states), step.seq_lens, step.cu_q_lens, rows)
-            recent.restore(keys, values)
+            recent.restore(window, keys, values)
         self._steps.leave(self._index, num_new)
+        keys = self._rotated(keys)  # the rotation is its own inverse
         return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def attend(
@@ -237,6 +242,7 @@ class KvjaxLayer(CacheLayerMixin):
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         num_seqs, num_new = query.shape[:2]
+        query, key_states = self._rotated(self._in_model_dtype(query)), self._rotated(key_states)
         step = self._steps.join(self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True)
         self._store(key_states, value_states, step)
         sequences = {"block_table": step.block_table, "seq_lens": step.seq_lens}
@@ -247,13 +253,17 @@ class KvjaxLayer(CacheLayerMixin):
             rows = torch.arange(num_seqs, device=query.device)
             arguments |= {"key": key, "value": value, "exact_window": window, "window_rows": rows}
         with torch.autocast(query.device.type, enabled=False):
-            out = _attention(self._in_model_dtype(query), step, arguments)
+            out = _attention(query, step, arguments)
         self._steps.leave(self._index, num_new)
         return out
 
     def _in_model_dtype(self, states: torch.Tensor) -> torch.Tensor:
         """`states`, which autocast leaves in a dtype that depends on the operations before."""
         return states.to(self._model_dtype) if torch.is_autocast_enabled(states.device.type) else states
+
+    def _rotated(self, states: torch.Tensor) -> torch.Tensor:
+        """Queries or keys `[..., head_size]` as the pages have them."""
+        return hadamard_transform(states) if self._key_rotation else states
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""

@@ -73,20 +73,20 @@ class RecentTokens:
         self._start = np.where(q_lens > 0, np.maximum(start, lens - self.window.tokens_per_row), start)
         return self.window
 
-    def restore(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def restore(self, window: ExactWindow, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Replaces the last tokens of what was read back from the pages, in place.
 
         Args:
+          window: what `begin` returned, with the step's tokens.
           keys: `[num_seqs, num_tokens, num_kv_heads, head_size]`, all tokens of sequences without padding.
           values: likewise.
         """
-        assert self.window is not None
         num_seqs, end = keys.shape[:2]
         position = torch.arange(max(end - self._size, 0), end, device=keys.device)
-        slot = position % self.window.tokens_per_row
-        row = torch.arange(num_seqs, device=keys.device)[:, None] * self.window.blocks_per_row
+        slot = position % window.tokens_per_row
+        row = torch.arange(num_seqs, device=keys.device)[:, None] * window.blocks_per_row
         block = row + slot // WINDOW_BLOCK_SIZE
-        for dense, ring in ((keys, self.window.key_cache), (values, self.window.value_cache)):
+        for dense, ring in ((keys, window.key_cache), (values, window.value_cache)):
             dense[:, end - len(position) :] = ring[block, slot % WINDOW_BLOCK_SIZE]
 
     def selected(self, sequences: np.ndarray) -> Selected:
