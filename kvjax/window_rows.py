@@ -67,12 +67,12 @@ class WindowRows:
 
     def __init__(self, exact_window: WindowSizes) -> None:
         names = "num_rows", "size", "tokens_per_row"
-        sizes = [getattr(exact_window, name, None) for name in names]
-        if not all(isinstance(size, int) for size in sizes):
+        if not all(isinstance(getattr(exact_window, name, None), int) for name in names):
             raise KVCacheTypeError(
                 f"exact_window: got {kind_of(exact_window)}, expected an ExactWindow of kvjax or of kvjax_torch"
             )
-        self.num_rows, self._size, self._tokens_per_row = sizes
+        self.num_rows = exact_window.num_rows
+        self._size, self._tokens_per_row = exact_window.size, exact_window.tokens_per_row
         self._held: collections.OrderedDict[PagedSequence, _Held] = collections.OrderedDict()  # by last use
 
     def assign(self, sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

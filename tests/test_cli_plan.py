@@ -571,7 +571,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["--model-dtype", "fp8"],
-            "argument --model-dtype: model dtype: got 'fp8', expected one of float32, float16, ",
+            "argument --model-dtype: got 'fp8', expected one of float32, float16, ",
         ),
         (
             ["--memory", "40G"],

@@ -66,7 +66,11 @@ class RecentTokens:
         is_lost = (q_lens > 0) & (start > np.maximum(before - self._size + 1, 0))
         if is_lost.any():
             rows = torch.from_numpy(np.where(is_lost, np.arange(num_seqs), -1)).to(keys.device)
-            sequences = {"block_table": step.block_table, "seq_lens": step.seq_lens, "cu_q_lens": step.cu_q_lens}
+            sequences: dict[str, Any] = {
+                "block_table": step.block_table,
+                "seq_lens": step.seq_lens,
+                "cu_q_lens": step.cu_q_lens,
+            }
             fill_exact_window(self.window, rows=rows, **sequences, **stored)
             start = np.where(is_lost, np.maximum(before - self._size, 0), start)
         # Said before the step writes: if it stops halfway, these tokens may or may not be overwritten.
