@@ -140,6 +140,17 @@ def test_generation_is_that_of_dynamic_cache(device: str, attention: str, beams:
         cache.reset()
 
 
+@pytest.mark.gpu
+@matrix({"name": [*MODELS], "dtype": ["fp8_e4m3", "nvfp4"]}, few={"name": ["llama", "gpt-oss"], "dtype": ["nvfp4"]})
+def test_bfloat16_models_see_exact_tokens_by_the_kernels(name: str, dtype: str):
+    """With a window of all tokens, logits are those of a cache in the model dtype under the same kernels."""
+    model, ids, chunks = over_pages(model_of(name, "cuda", torch.bfloat16)), text_of("cuda"), [20, 1, 5, *[1] * 14]
+    expected = read(model, make_cache(model, "auto"), ids, None, chunks).float()
+    got = read(model, make_cache(model, dtype, **given_scales(dtype), exact_window=64), ids, None, chunks).float()
+    # Of most tokens: for some, rounding chooses another expert.
+    assert ((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.03
+
+
 def test_drafts_are_taken_back(device: str):
     """A second model proposes tokens, of which some are rejected."""
     model = over_pages(model_of("llama", device))
