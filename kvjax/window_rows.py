@@ -5,16 +5,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvjax.block_pool import PagedSequence
 from kvjax.block_pool.sequence import check_is_sequence, paired
-from kvjax.errors import KVCacheValueError
-from kvjax.exact_window import ExactWindow, check_is_window
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
 from kvjax.spec import as_int
 from kvjax.step_metadata import NO_ROW
+
+
+class WindowSizes(Protocol):
+    """What rows are assigned by: an `ExactWindow`, of kvjax or of kvjax_torch."""
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that the window holds tokens of."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that a query attends to there."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens that a row holds."""
 
 
 @dataclasses.dataclass
@@ -50,8 +65,12 @@ class WindowRows:
       num_rows: of the window; most sequences in a step.
     """
 
-    def __init__(self, exact_window: ExactWindow) -> None:
-        check_is_window(exact_window)
+    def __init__(self, exact_window: WindowSizes) -> None:
+        names = "num_rows", "size", "tokens_per_row"
+        if not all(isinstance(getattr(exact_window, name, None), int) for name in names):
+            raise KVCacheTypeError(
+                f"exact_window: got {kind_of(exact_window)}, expected an ExactWindow of kvjax or of kvjax_torch"
+            )
         self.num_rows = exact_window.num_rows
         self._size, self._tokens_per_row = exact_window.size, exact_window.tokens_per_row
         self._held: collections.OrderedDict[PagedSequence, _Held] = collections.OrderedDict()  # by last use

@@ -466,7 +466,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(text, out, capsys, 
     [
         (["--dtype", "bfloat16"], "got 'bfloat16', which takes no scales, expected one of fp8_e4m3"),
         (["--dtype", "float8"], "argument --dtype: "),
-        (["--choose", "fp8,float8"], "argument --choose: kv_cache_dtype: got 'float8'"),
+        (["--choose", "fp8,float8"], "argument --choose: got 'float8'"),
         (["--percentile", "0"], "got '0', expected a number above 0 and at most 100"),
         (["--model-dtype", "int8"], "argument --model-dtype: "),
         (["--samples", "0"], "got 0, expected at least 1"),

@@ -544,14 +544,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (
             ["--kv-cache-dtype", "nvpf4"],
-            "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, float16, bfloat16,"
+            "argument --kv-cache-dtype: got 'nvpf4', expected one of auto, float32, float16, bfloat16,"
             " fp8_e4m3, fp8_e5m2, fp8_per_token_head, int8_per_token_head, nvfp4, nvfp4_4over6, fp8_k_nvfp4_v,"
             " fp8_k_nvfp4_4over6_v, int8_k_nvfp4_v, int8_k_nvfp4_4over6_v, fp8_ds_mla, float, half, fp8 (did you mean"
             " 'nvfp4'?)",
         ),
         (
             ["--kv-cache-dtype", "0-3=nvpf4"],
-            "argument --kv-cache-dtype: kv_cache_dtype: got 'nvpf4', expected one of auto, float32, ",
+            "argument --kv-cache-dtype: got 'nvpf4', expected one of auto, float32, ",
         ),
         (
             ["--kv-cache-dtype", "0=fp8,nvfp4"],
@@ -571,7 +571,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["--model-dtype", "fp8"],
-            "argument --model-dtype: model dtype: got 'fp8', expected one of float32, float16, ",
+            "argument --model-dtype: got 'fp8', expected one of float32, float16, ",
         ),
         (
             ["--memory", "40G"],

@@ -206,7 +206,7 @@ def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--dtype", "fp9"], "argument --dtype: kv_cache_dtype: got 'fp9', expected one of auto, float32, "),
+        (["--dtype", "fp9"], "argument --dtype: got 'fp9', expected one of auto, float32, "),
         (["--dtype", "nvpf4"], "(did you mean 'nvfp4'?)"),
         (["--tokens", "31"], "argument --tokens: got 31, expected at least 32"),
         (["--sequences", "many"], "argument --sequences: got 'many', expected an integer of at least 1"),

@@ -216,6 +216,22 @@ def test_rows_that_a_window_does_not_have_are_named_in_checked_mode(rows: list[i
         kvjax_torch.exact_window_attention(**small_call(window_rows=torch.tensor(rows)))
 
 
+@pytest.mark.parametrize("cu_q_lens", [[1, 2, 3], [0, 2, 1]])
+def test_a_fills_tokens_out_of_order_are_named_in_checked_mode(cu_q_lens: list[int]):
+    call = small_call(cu_q_lens=torch.tensor(cu_q_lens), rows=torch.tensor([1, -1]))
+    names = ("exact_window", "key_cache", "value_cache", "block_table", "seq_lens", "cu_q_lens", "rows")
+    names += ("kv_cache_dtype", "k_scale", "v_scale")
+    with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"cu_q_lens\[\d\]: got 1, expected 0 first"):
+        kvjax_torch.fill_exact_window(**{name: call[name] for name in names})
+
+
+def test_rows_are_assigned_by_a_window_of_torch():
+    window = kvjax_torch.ExactWindow.allocate(2, 20, 2, 16, max_q_len=3)
+    assert vars(kvjax.WindowRows(window)) == vars(kvjax.WindowRows(Server(Case(size=20, max_q_len=3), []).window)) | {
+        "num_rows": 2
+    }
+
+
 @pytest.mark.parametrize("changes", [{"size": 0}, {"max_q_len": 0}, {"num_rows": 0}, {"num_rows": 2**31}])
 def test_numbers_of_a_window_are_checked(changes: Any):
     given = {"num_rows": 1, "size": 4, "num_kv_heads": 2, "head_size": 16} | changes

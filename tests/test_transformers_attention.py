@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 from support.helpers import matrix
 
@@ -13,27 +12,29 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from support.transformers_models import (  # noqa: E402
+    MODELS,
     NEW_TOKENS,
-    VOCABULARY,
+    PADDING,
+    WINDOW,
+    WINDOWED,
     RoundedCache,
     generate,
     logits_in_steps,
     make_cache,
     make_model,
+    model_of,
+    over_pages,
+    positions,
     prompts,
+    read,
     relative_error,
     scales_for,
     taking,
+    text_of,
 )
 from transformers import (  # noqa: E402
     DynamicCache,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
     Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen3Config,
 )
 
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
@@ -41,34 +42,6 @@ from kvjax_torch.transformers import layer as transformers_layer  # noqa: E402
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache  # noqa: E402
 
 CPU = torch.device("cpu")
-WINDOW = 5
-MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama": (LlamaConfig, {}),
-    "qwen3": (Qwen3Config, {}),
-    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-    "gemma2": (Gemma2Config, {**MIXED, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0}),
-    "gemma3": (Gemma3TextConfig, {**MIXED, "query_pre_attn_scalar": 32}),
-    "gpt-oss": (GptOssConfig, {**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-WINDOWED = [name for name, (_, changes) in MODELS.items() if "sliding_window" in changes]
-
-
-def model_of(name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of two layers with transformers' plainest attention; gpt-oss has sinks that take half of all weight."""
-    config_class, changes = MODELS[name]
-    model = make_model(device, dtype, config_class, factor=1.0, attn_implementation="eager", **changes)
-    if name == "gpt-oss":
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.self_attn.sinks.copy_(torch.linspace(-1, 3, 4))
-    return model
-
-
-def over_pages(model: Any) -> Any:
-    """The same model, which from now on attends to pages."""
-    model.set_attn_implementation("kvjax")
-    return model
 
 
 def assert_close_generation(got: Any, expected: Any) -> None:
@@ -102,37 +75,6 @@ def test_tokens_are_those_of_dynamic_cache(device: str, name: str, options: dict
     assert cache.get_seq_length() == 9 + NEW_TOKENS - 1
 
 
-def text_of(device: str, num_seqs: int = 2, num_tokens: int = 40) -> torch.Tensor:
-    ids = torch.randint(1, VOCABULARY, (num_seqs, num_tokens), generator=torch.Generator().manual_seed(3))
-    return ids.to(device)
-
-
-def read(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None, chunks: list[int]) -> torch.Tensor:
-    """Logits `[num_seqs, num_tokens, vocabulary]` of a text in chunks, after each of which free pages are poisoned."""
-    logits, end = [], 0
-    with torch.no_grad():
-        for part in ids.split(chunks, dim=1):
-            end += part.shape[1]
-            masks = (
-                {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions(mask, end, part)}
-            )
-            logits.append(model(part, **taking(cache), **masks).logits)
-            if isinstance(cache, KvjaxCache):
-                poison_free_pages(cache)
-    return torch.cat(logits, dim=1)
-
-
-def positions(mask: torch.Tensor, end: int, part: torch.Tensor) -> torch.Tensor:
-    """Where the tokens of a chunk stand, padding not counted, as `generate` has it."""
-    return (mask[:, :end].cumsum(dim=1) - 1).clamp(min=0)[:, -part.shape[1] :]
-
-
-def poison_free_pages(cache: KvjaxCache) -> None:
-    for layer in cache.layers:
-        free = np.setdiff1d(np.arange(layer.block_table.num_blocks), layer.block_table.rows())
-        layer.kv.view(torch.uint8)[torch.from_numpy(free).to(layer.kv.device)] = 0xFF  # NaN, but for NVFP4's codes
-
-
 @matrix({"name": ["llama", *WINDOWED], "dtype": ["auto", "nvfp4"]}, few={"name": ["gemma3", "gpt-oss"]})
 def test_windows_give_blocks_back(device: str, name: str, dtype: str):
     """Of each sequence, as many blocks as a window and a step's tokens can lie in."""
@@ -163,14 +105,6 @@ def test_a_long_prompt_in_chunks_needs_few_window_blocks(device: str, name: str)
     expected = model.generate(ids, **taking(DynamicCache()), **options)
     cache = make_cache(over_pages(model), num_blocks=36, num_window_blocks=2 * (-(-(WINDOW - 1 + 8) // 4) + 1))
     assert model.generate(ids, **taking(cache), **options).tolist() == expected.tolist()
-
-
-PADDING = {
-    "left": [[0] * 7 + [1] * 33, [1] * 40],
-    "right": [[1] * 19 + [0] * 21, [1] * 40],
-    "between turns": [[1] * 11 + [0] * 5 + [1] * 24, [0] * 3 + [1] * 37],
-    "a chunk of nothing": [[0] * 16 + [1] * 24, [0] * 17 + [1] * 23],
-}
 
 
 @matrix({"name": [*MODELS], "dtype": ["fp8_e4m3", "fp8_e5m2", "nvfp4"]}, few={"name": ["llama"]})

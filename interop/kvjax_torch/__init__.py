@@ -5,6 +5,7 @@ from kvjax_torch.attention import paged_attention as paged_attention
 from kvjax_torch.attention import ragged_paged_attention as ragged_paged_attention
 from kvjax_torch.exact_window import ExactWindow as ExactWindow
 from kvjax_torch.exact_window import fill_exact_window as fill_exact_window
+from kvjax_torch.hadamard import hadamard_transform as hadamard_transform
 from kvjax_torch.memory.borrow import to_jax as to_jax
 from kvjax_torch.memory.borrow import to_torch as to_torch
 from kvjax_torch.mla import concat_and_cache_mla as concat_and_cache_mla

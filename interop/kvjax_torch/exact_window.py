@@ -147,7 +147,8 @@ def fill_exact_window(
 
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `gather_kv`; a window of other heads than the cache's,
-        or rows of another shape. In `kvjax.checked()` also a row that the window does not have.
+        or rows of another shape. In `kvjax.checked()` also a row that the window does not have, or `cu_q_lens` that
+        decrease or do not begin with 0.
     """
     tensors = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "rows": rows}
     check_window(exact_window, key_cache, value_cache, tensors)
@@ -156,6 +157,8 @@ def fill_exact_window(
     encoding = Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
     check_sizes(exact_window, gather_plan(read, encoding, exact_window.key_cache.dtype).cache.spec)
     if kvjax.is_checked():
+        bounds = on_host("cu_q_lens", cu_q_lens).numpy()
+        kvjax.check_query_lens(bounds, MAX_WINDOW, MAX_WINDOW, MAX_WINDOW, len(rows))
         check_rows("rows", rows, rows != -1, exact_window.num_rows)
     lens, q_lens = lengths(seq_lens, cu_q_lens)
     first = (lens - q_lens).clamp(min=0)

@@ -174,6 +174,19 @@ def exact_window_attention(
     return merge_attention_states(outs, lses)[0] if parts else near[0]
 
 
+def write_exact_window(
+    exact_window: ExactWindow,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    window_rows: torch.Tensor,
+) -> None:
+    """Writes a step's tokens to a window, in place, as `exact_window_attention` does; for other attention."""
+    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows, len(key))
+    write_recent(key, value, (exact_window.key_cache, exact_window.value_cache), step.ring_slots)
+
+
 class _StepTensors(NamedTuple):
     """Where the tokens of a step's sequences are in a window; int64.
 

@@ -20,13 +20,13 @@ _UNITS = {
 
 
 def argument_of[T](parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Returns `parse` as an argument's type: kvjax's error message becomes argparse's."""
+    """Returns `parse` as an argument's type: kvjax's error becomes argparse's, which names the option itself."""
 
     def read(text: str) -> T:
         try:
             return parse(text)
         except kvjax.KVCacheValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(re.sub(r"^[\w ]+: (?=got )", "", str(error))) from None
 
     return read
 

@@ -54,6 +54,7 @@ TORCH_LAYERS = (
     "attention",
     "mla",
     "ops",
+    "hadamard",
     "exact_window",
     "window_attention",
     "kvjax_torch",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -11,12 +11,14 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 import kvjax
 from kvjax import AttentionSpec, CacheLayout, KVCacheTypeError, KVCacheValueError, RequestedKVCacheDType, check_scale
+from kvjax.ops.options import as_int, kind_of, window_blocks
 from kvjax_torch.arguments.checks import check_scale_values
 from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.scales import Scale
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 from kvjax_torch.transformers.block_table import BlockTable
 from kvjax_torch.transformers.layer import KvjaxLayer
+from kvjax_torch.transformers.recent import RecentTokens
 from kvjax_torch.transformers.steps import Steps
 
 __all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
@@ -67,6 +69,14 @@ class KvjaxCache(Cache):
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"`.
       model_dtype: the dtype that the model computes in, if it differs from `config.dtype`.
+      exact_window: how many of each sequence's last tokens quantized layers also keep in the model dtype, where queries
+        read them; all earlier ones are read from the pages. With `attn_implementation="kvjax"` those are each query's
+        last tokens, its own included; else the last tokens of what is read back. None for none.
+      max_q_len: of the exact window: most new tokens of a sequence in a step of which some may be cropped while all
+        tokens of the window stay exact; for drafts, one more than there are.
+      key_rotation: indices of the layers that store keys rotated by `kvjax_torch.hadamard_transform`, such as
+        `kvjax.DTypeChoice.key_rotation`. Queries are rotated too, or keys that are read back, rotated back. `k_scale`
+        is then that of rotated keys.
 
     Attributes:
       block_tables: the block table of the layers with each sliding window; that of layers without one under None.
@@ -92,6 +102,9 @@ class KvjaxCache(Cache):
         layout: str | CacheLayout = "NHD",
         v_scale_layout: str = "linear",
         model_dtype: torch.dtype | None = None,
+        exact_window: int | None = None,
+        max_q_len: int = 1,
+        key_rotation: Sequence[int | str] = (),
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             of_model = isinstance(getattr(config, "config", None), PreTrainedConfig)
@@ -123,6 +136,7 @@ class KvjaxCache(Cache):
         k_scales, v_scales = (
             _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         )
+        is_rotated = _rotated_layers(key_rotation, model.layer_indices, specs)
         self.block_tables: dict[int | None, BlockTable] = {None: BlockTable(num_blocks, block_size)}
         if num_window_blocks is None:
             window_blocks, option = num_blocks, "num_blocks"
@@ -134,8 +148,13 @@ class KvjaxCache(Cache):
         model_dtype = torch_dtype(model.dtype.info.storage_dtype)
         tables = [self.block_tables[spec.sliding_window] for spec in specs]
         self._steps = Steps(tables, CACHE_ARGUMENT)
+        self._exact_window = None if exact_window is None else _as_sizes(exact_window, max_q_len)
+        if self._exact_window is not None:
+            self._steps.recent = [
+                RecentTokens(*self._exact_window) if spec.dtype.is_quantized else None for spec in specs
+            ]
         self._kvjax_layers = [
-            KvjaxLayer(index, spec, self._steps, text_config, model_dtype, scales)
+            KvjaxLayer(index, spec, self._steps, text_config, model_dtype, scales, is_rotated[index])
             for index, (spec, scales) in enumerate(zip(specs, zip(k_scales, v_scales, strict=True), strict=True))
         ]
         super().__init__(layers=list(self._kvjax_layers))
@@ -149,6 +168,15 @@ class KvjaxCache(Cache):
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers."""
         return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def exact_window_bytes(self) -> int:
+        """Bytes that the exact window of one sequence takes in all layers, as `kvjax plan --exact-window` counts."""
+        if self._exact_window is None:
+            return 0
+        size, max_q_len = self._exact_window
+        quantized = [spec for spec in self.specs if spec.dtype.is_quantized]
+        return sum(kvjax.ExactWindow.num_bytes(spec, 1, size, max_q_len=max_q_len) for spec in quantized)
 
     def reset(self) -> None:
         """Removes every sequence and keeps the pools."""
@@ -177,6 +205,26 @@ class KvjaxCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences that `indices` names or, where it is boolean, marks."""
         self._steps.select(indices.numpy(force=True))
+
+
+def _as_sizes(exact_window: int, max_q_len: int) -> tuple[int, int]:
+    sizes = as_int("exact_window", exact_window, least=1), as_int("max_q_len", max_q_len, least=1)
+    window_blocks(*sizes)  # which refuses those that are too large
+    return sizes
+
+
+def _rotated_layers(
+    key_rotation: Sequence[int | str], indices: Sequence[int | str], specs: Sequence[AttentionSpec]
+) -> list[bool]:
+    """Whether each layer's keys are rotated."""
+    if isinstance(key_rotation, str) or not isinstance(key_rotation, Collection):
+        raise KVCacheTypeError(f"key_rotation: got {kind_of(key_rotation)}, expected the indices of layers")
+    for layer in key_rotation:
+        if layer not in indices:
+            raise KVCacheValueError(f"key_rotation: got {layer!r}, expected indices of the {len(indices)} layers")
+        if (size := specs[indices.index(layer)].head_size) % 2:
+            raise KVCacheValueError(f"key_rotation: got layer {layer!r} of head_size={size}, expected an even one")
+    return [layer in key_rotation for layer in indices]
 
 
 def _check_layers(config: PreTrainedConfig) -> None:

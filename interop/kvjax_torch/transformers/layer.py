@@ -27,9 +27,11 @@ from kvjax.ops.options import MAX_DECODE_Q_LEN
 from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
+from kvjax_torch.hadamard import hadamard_transform
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.transformers.block_table import AppendStep
 from kvjax_torch.transformers.steps import Steps
+from kvjax_torch.window_attention import exact_window_attention, write_exact_window
 
 NAME = "kvjax"
 """The name of this attention in transformers."""
@@ -86,6 +88,7 @@ class KvjaxLayer(CacheLayerMixin):
       config: the model's (text) configuration, which says what attends.
       model_dtype: the dtype of keys and values.
       scales: decode scales of the keys and of the values; `None` for the default.
+      key_rotation: whether to store keys rotated by `kvjax_torch.hadamard_transform`.
 
     Attributes:
       spec: the spec of the pages; from the first tokens on, with as many heads as the model stores.
@@ -112,6 +115,7 @@ class KvjaxLayer(CacheLayerMixin):
         config: Any,
         model_dtype: torch.dtype,
         scales: tuple[torch.Tensor | None, torch.Tensor | None],
+        key_rotation: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of transformers
         if spec.is_diffkv:
@@ -121,7 +125,7 @@ class KvjaxLayer(CacheLayerMixin):
         self.spec = spec
         self.block_table = steps.tables[index]
         self._index, self._steps = index, steps
-        self._given_scales = scales
+        self._given_scales, self._key_rotation = scales, key_rotation
         self._config = config
         self._model_dtype = model_dtype
 
@@ -195,14 +199,22 @@ class KvjaxLayer(CacheLayerMixin):
                 " 'kvjax', which stores no padding; expected 'kvjax' until the cache is reset"
             )
         num_seqs, _, num_new, _ = key_states.shape
+        key_states = self._rotated(key_states)
         step = self._steps.join(self._index, num_seqs, num_new, key_states.device)
         self._store(key_states, value_states, step)
         keys, values = gather_kv(
             block_table=step.block_table, seq_lens=step.seq_lens, **self._stored(), dtype=key_states.dtype
         )
+        end = self.num_tokens + num_new
+        keys, values = keys[:, :end], values[:, :end]
+        if (recent := self._steps.recent[self._index]) is not None:
+            window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
+            rows = torch.arange(num_seqs, device=key_states.device)
+            write_exact_window(window, *_by_token(key_states, value_states), step.seq_lens, step.cu_q_lens, rows)
+            recent.restore(window, keys, values)
         self._steps.leave(self._index, num_new)
-        end = self.num_tokens
-        return keys[:, :end].transpose(1, 2).contiguous(), values[:, :end].transpose(1, 2).contiguous()
+        keys = self._rotated(keys)  # the rotation is its own inverse
+        return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
     def attend(
         self,
@@ -230,18 +242,28 @@ class KvjaxLayer(CacheLayerMixin):
           KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
         """
         num_seqs, num_new = query.shape[:2]
+        query, key_states = self._rotated(self._in_model_dtype(query)), self._rotated(key_states)
         step = self._steps.join(self._index, num_seqs, num_new, query.device, is_token=is_token, free_passed=True)
         self._store(key_states, value_states, step)
         sequences = {"block_table": step.block_table, "seq_lens": step.seq_lens}
         arguments = self._stored() | sequences | softmax._asdict()
+        if (recent := self._steps.recent[self._index]) is not None:
+            key, value = _by_token(key_states, value_states, step.stored)
+            window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
+            rows = torch.arange(num_seqs, device=query.device)
+            arguments |= {"key": key, "value": value, "exact_window": window, "window_rows": rows}
         with torch.autocast(query.device.type, enabled=False):
-            out = _attention(self._in_model_dtype(query), step, arguments)
+            out = _attention(query, step, arguments)
         self._steps.leave(self._index, num_new)
         return out
 
     def _in_model_dtype(self, states: torch.Tensor) -> torch.Tensor:
         """`states`, which autocast leaves in a dtype that depends on the operations before."""
         return states.to(self._model_dtype) if torch.is_autocast_enabled(states.device.type) else states
+
+    def _rotated(self, states: torch.Tensor) -> torch.Tensor:
+        """Queries or keys `[..., head_size]` as the pages have them."""
+        return hadamard_transform(states) if self._key_rotation else states
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""
@@ -253,8 +275,7 @@ class KvjaxLayer(CacheLayerMixin):
                 )
             )
         reshape_and_cache_flash(
-            key_states.transpose(1, 2).flatten(0, 1),
-            value_states.transpose(1, 2).flatten(0, 1),
+            *_by_token(key_states, value_states),
             slot_mapping=step.slot_mapping,
             **self._stored(),
             unique_slots=True,
@@ -313,14 +334,23 @@ class KvjaxLayer(CacheLayerMixin):
         self.offload()
 
 
+def _by_token(
+    key_states: torch.Tensor, value_states: torch.Tensor, stored: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step's keys and values, `[num_tokens, num_kv_heads, head_size]`; those at the indices `stored`, where given."""
+    keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
+    return (keys, values) if stored is None else (keys[stored], values[stored])
+
+
 def _attention(query: torch.Tensor, step: AppendStep, arguments: dict[str, Any]) -> torch.Tensor:
     """Attention of a step's queries `[num_seqs, num_new_tokens, num_heads, head_size]`; 0 for padding."""
-    num_new = query.shape[1]
-    if step.stored is None and num_new <= MAX_DECODE_Q_LEN:
+    num_new, is_exact = query.shape[1], "exact_window" in arguments
+    if step.stored is None and num_new <= MAX_DECODE_Q_LEN and not is_exact:
         return paged_attention(query, **arguments)
     every_row = query.flatten(0, 1)
     rows = every_row if step.stored is None else every_row[step.stored]
-    out = ragged_paged_attention(rows, cu_q_lens=step.cu_q_lens, max_q_len=num_new, **arguments)
+    attention = exact_window_attention if is_exact else ragged_paged_attention
+    out = attention(rows, cu_q_lens=step.cu_q_lens, max_q_len=num_new, **arguments)
     if step.stored is not None:
         out = torch.zeros_like(every_row).index_copy_(0, step.stored, out)
     return out.unflatten(0, query.shape[:2])

@@ -13,6 +13,7 @@ import torch
 
 from kvjax import KVCacheValueError
 from kvjax_torch.transformers.block_table import AppendStep, BlockTable
+from kvjax_torch.transformers.recent import RecentTokens
 
 ON_HOST = torch.device("cpu")
 
@@ -28,12 +29,14 @@ class Steps:
       tables: the block table of each layer.
       lengths: tokens of each sequence, padding included, by layer.
       pages: the pages of each layer, `[num_blocks, ...]`; `None` before its first tokens.
+      recent: the exact window of each layer; `None` where it has none.
     """
 
     def __init__(self, tables: Sequence[BlockTable], name: str) -> None:
         self.tables, self._name = list(tables), name
         self.lengths = [0] * len(self.tables)
         self.pages: list[torch.Tensor | None] = [None] * len(self.tables)
+        self.recent: list[RecentTokens | None] = [None] * len(self.tables)
         self._joined: set[int] = set()
         self._shape: tuple[int, int, int] | None = None
         self._paddings: list[np.ndarray | None] = []
@@ -79,6 +82,10 @@ class Steps:
             self._steps[table, device] = self._steps[table, ON_HOST].to(device)
         return self._steps[table, device]
 
+    def on_host(self, layer: int) -> AppendStep:
+        """The step that a layer has joined, on the host."""
+        return self._steps[self.tables[layer], ON_HOST]
+
     def leave(self, layer: int, num_new: int) -> None:
         """Says that a layer has stored the `num_new` tokens of the step that it joined, and attended to them."""
         self.lengths[layer] += num_new
@@ -102,8 +109,16 @@ class Steps:
     def select(self, sequences: np.ndarray) -> None:
         """Replaces all sequences, as `BlockTable.select`."""
         self._end()
+        rows = np.arange(self.num_seqs)
+        if not len(rows):
+            return
+        rows = rows[sequences]
+        # Copies may not fit into memory: before anything has changed.
+        selected = [(recent, recent.selected(rows)) for recent in self.recent if recent is not None]
         for table in dict.fromkeys(self.tables):
-            table.select(sequences)
+            table.select(rows)
+        for recent, copied in selected:
+            recent.replace(copied)
 
     def _begin(self, shape: tuple[int, int, int], is_token: np.ndarray | None, free_passed: bool) -> None:
         self._end()
