@@ -122,9 +122,7 @@ def weights(
     return weight_operands(exponentials(logits, largest, total), dtype, row_scales)
 
 
-def exponentials(
-    logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array]
-) -> list[list[jax.Array]]:
+def exponentials(logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array]) -> list[list[jax.Array]]:
     """The float32 weights of a tile, four registers for each tile of query rows; adds them to `total`."""
     result: list[list[jax.Array]] = []
     for rows in range(len(largest) // 2):

@@ -59,7 +59,11 @@ def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
 @with_origin
 def _decode_of_any_count(problem: Problem, config: Config) -> AnyCount:
     spec, is_few = problem.spec, isinstance(config, DecodeConfig)
-    row, of_query, sums = rows_shape(problem, config, 1)[1:], () if is_few else (spec.head_size,), () if is_few else (2,)
+    row, of_query, sums = (
+        rows_shape(problem, config, 1)[1:],
+        () if is_few else (spec.head_size,),
+        () if is_few else (2,),
+    )
     results = {
         "out": jax.ShapeDtypeStruct((ANY_LENGTH, *row), problem.query_dtype),
         "lse": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32),

@@ -16,6 +16,7 @@ from kvjax.kernels.aliases import DType, Kernel, Ref
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, ReadArrays, Refs, Softmax
+from kvjax.kernels.memory import Number
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
@@ -130,7 +131,7 @@ def _attend(
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
 
 
-def rows_shape(problem: Problem, config: Config, rows: int) -> tuple[int, ...]:
+def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Any, ...]:
     """The shape of rows of results: flat, or halves of a row for two warpgroups."""
     rank = problem.spec.head_size_v
     return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)

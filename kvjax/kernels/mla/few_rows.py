@@ -16,7 +16,7 @@ Queries lie in shared memory as operands, for all groups: registers hold the out
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,6 @@ from kvjax.kernels.mla.few_rows_stages import (
     query_terms,
     rope_format,
     rope_share,
-    run_of,
 )
 from kvjax.kernels.registers import LANES
 
@@ -54,15 +53,21 @@ CHUNK = 4
 type Registers = list[jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
 class LatentSegments(Segments):
-    """The epilogue, whose warps of one group each store their share of dims."""
+    """The epilogue, whose warps of one group each store their share of dims.
+
+    Attributes:
+      dims: those of the output, which are `rows`.
+    """
+
+    dims: LatentDims
 
     def scaled(self, output: Registers) -> Registers:
         """The output times the scale of the layer, and what products lack."""
-        dims = self.rows
-        assert isinstance(dims, LatentDims)
-        scale = self.warp.scale(dims.format, self.refs.k_scale, 1) * np.float32(dims.format.factor)
-        factors = dims.factors()
+        fmt = self.dims.format
+        scale = self.warp.scale(fmt, self.refs.k_scale, 1) * np.float32(fmt.factor)
+        factors = self.dims.factors()
         return [x * (scale * np.float32(factors[i % len(factors)])) for i, x in enumerate(output)]
 
     @property
@@ -195,7 +200,7 @@ class FewRows(StageLoop):
         dims = LatentDims(warp, spec.part_sizes[0] // shares, fmt, latents.unit)
         counts = query_registers(problem, shares)
         return cls(
-            problem, config, refs, warp, ring, LatentSegments(problem, config, refs, warp, dims, buffer), stages,
+            problem, config, refs, warp, ring, LatentSegments(problem, config, refs, warp, dims, buffer, dims), stages,
             latents, rope, Seen(problem, plan, of_tokens, refs.table, ring.num_blocks),
             Exchange(others, warp, shares, counts),
         )  # fmt: skip
@@ -203,6 +208,8 @@ class FewRows(StageLoop):
     def query(self, sequence: jax.Array) -> Factors:
         """Stores the query's operands, and returns the factors of logits."""
         problem, rank = self.problem, self.problem.spec.part_sizes[0]
+        if self.config.groups == 1:  # else the epilogue has waited until all have read the query before
+            lanes.wait_for_block()
         own = self.warp.head * (rank // self.config.heads)
         latents = self.store_query(self.latents, Place(sequence, own), of_rope=False)
         rope = latents
@@ -225,9 +232,7 @@ class FewRows(StageLoop):
         factor = self.warp.scale(fmt, self.refs.k_scale, 1) * np.float32(self.problem.sm_scale * LOG2_E * fmt.factor)
         return factor if power is None else factor * power
 
-    def stage(
-        self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Factors, state: State
-    ) -> State:
+    def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Factors, state: State) -> State:
         """Attends to the warp's tiles of a stage."""
         for tile in range(self.config.tiles):
             state = self.tile(slot, tile, tokens, needs_look, query, state)
@@ -245,7 +250,8 @@ class FewRows(StageLoop):
         parity = (tokens.number * config.tiles + tile) & 1
         self.exchange.store(logits, parity, config.warps)
         steps = lax.cond(needs_look, lambda steps: self.seen_steps(start, tokens, steps), lambda steps: steps, steps)
-        turned = [[lanes.transpose(step[i]) for i in (0, 2, 1, 3)] for step in steps]  # while others multiply
+        # Some while the warp waits for others, the rest between products, which are of another pipe.
+        turned = [_turned(step) for step in steps[: len(steps) // 2]]
         lanes.wait_for_warps(self.warp.number // config.heads, config.heads)
         logits = [capped(x, problem.logits_soft_cap) for x in self.exchange.sum(logits, parity, config.warps)]
         logits = lax.cond(
@@ -257,21 +263,20 @@ class FewRows(StageLoop):
         exponents = exponentials(logits, state.largest, total)
         if scales:
             scales = lax.cond(needs_look, lambda scales: self.seen_scales(start, tokens, scales), list, scales)
-        runs = [weight_operands(exponents, operand, own) for own in scales] or [
-            weight_operands(exponents, operand, [])
-        ]
-        for product, step in enumerate(turned):
-            weights = runs[product * len(runs) // len(turned)]
-            for columns, weight in enumerate(weights):
-                at = 4 * (columns * len(turned) + product)
-                output[at : at + 4] = lanes.mma(output[at : at + 4], step, weight, operand)
+        runs = [weight_operands(exponents, operand, own) for own in scales] or [weight_operands(exponents, operand, [])]
+        for product in range(len(steps)):
+            if len(turned) < len(steps):
+                turned.append(_turned(steps[len(turned)]))
+            for columns, weight in enumerate(runs[product * len(runs) // len(steps)]):
+                at = 4 * (columns * len(steps) + product)
+                output[at : at + 4] = lanes.mma(output[at : at + 4], turned[product], weight, operand)
         return State(state.largest, total, output)
 
     def products(
         self, slot: jax.Array, tile: int, query: Factors
     ) -> tuple[list[Registers], Registers, list[Registers]]:
         """The operands of latents by step of 16 dims, partial logits, and for each run of dims the scales of tokens."""
-        problem, plan = self.problem, self.stages.plan
+        plan = self.stages.plan
         scales: list[Registers] = []
         if (rows := self.stages.scales) is not None:
             own = dataclasses.replace(self.latents.warp, head=self.warp.head // self.stages.scale_step)
@@ -325,3 +330,6 @@ class FewRows(StageLoop):
         return [self.seen.is_there(start, tokens.entries, tokens.span, row + 8 * half)[1] for half in range(2)]
 
 
+def _turned(step: Registers) -> Registers:
+    """The operand of a step of keys, 16 tokens by 16 dims, as that of latents, 16 dims by 16 tokens."""
+    return [lanes.transpose(step[i]) for i in (0, 2, 1, 3)]

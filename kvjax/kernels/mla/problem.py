@@ -84,10 +84,10 @@ def why_not(
     `rows` are the query rows of a sequence; None where they are unknown, so that they may be many.
     """
     target, rank = target or Target(), spec.part_sizes[0]
-    few = why_not_few(spec, rows, target)
+    few, are_few = why_not_few(spec, rows, target), rows is not None and rows <= FEW_ROWS
     reason = few and why_not_many(spec, target)
     if reason:
-        return few if spec.dtype not in DTYPES and spec.dtype in few_rows_stages.DTYPES else reason
+        return few if are_few or spec.dtype not in DTYPES else reason
     if invariant_batch is None:
         return None
     num_seqs, q_len, group, max_blocks = invariant_batch
@@ -106,6 +106,11 @@ def why_not_few(spec: AttentionSpec, rows: int | None, target: Target) -> str | 
         return f"latents (MLA) of dtype {spec.dtype.value!r} have a kernel for up to {FEW_ROWS} query rows{many}"
     if reason := _why_not_sizes(spec):
         return reason
+    start = sum(spec.parts[0].info.row_bytes(spec.part_sizes[0]))
+    if spec.part_sizes[1] and start % 8:
+        return (
+            f"it reads 8 bytes of a rope key at once; got kv_lora_rank={spec.part_sizes[0]}, which takes {start} bytes"
+        )
     if _few_config(_plain(spec, rows), target, 1) is None:
         return f"its stages do not fit the {target.shared_bytes} bytes of shared memory that it has"
     return None
@@ -145,14 +150,12 @@ def operand_dtype(spec: AttentionSpec) -> DType:
 
 
 def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
-    """The kernel and the configuration for a problem: a thread block for each multiprocessor, which has room for one."""
+    """The kernel and configuration for a problem: a thread block for each multiprocessor, which has room for one."""
     num_rows = problem.q_len * problem.num_heads
     passes = max(1, -(-num_rows // ROWS))
     num_blocks = 2 * passes if compat.interpreting() else target.multiprocessors
-    if why_not_few(problem.spec, num_rows, target) is None:
-        config = _few_config(problem, target, num_blocks)
-        assert config is not None
-        return config
+    if why_not_few(problem.spec, num_rows, target) is None and (few := _few_config(problem, target, num_blocks)):
+        return few
     part = PART_TOKENS // TOKENS if problem.batch_invariant else None
     return MLAConfig(max(1, num_blocks // passes), passes, part, merge_config(problem))
 
