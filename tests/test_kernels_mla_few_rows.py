@@ -12,8 +12,8 @@ import pytest
 from support import gpu_compile
 from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
+from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, run_operation
 from support.mla_cases import SM_SCALE, build, queries, spec_of
-from test_kernels_mla import LENGTHS, PARAMETERS, assert_near, attend, check, run_operation
 
 import kvjax
 from kvjax import UnsupportedError, kernels, mla_paged_attention
