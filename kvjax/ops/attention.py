@@ -194,7 +194,8 @@ def attend_last_tokens(
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
     return_lse = as_bool("return_lse", given.return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
-    asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes)
+    num_rows = q_len * rows.shape[2] if cache.spec.is_mla else None
+    asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes, rows=num_rows)
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,

@@ -212,13 +212,14 @@ def attend_ragged(
     window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, stored, last_tokens=reach)
+    # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
+    decode = sizes.decode_q_len
+    decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
     batch = None
     if batch_invariant:
-        # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
-        decode = sizes.decode_q_len
-        decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch)
+    rows = decode_rows[1] * query.shape[1] if cache.spec.is_mla else None
+    asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch, rows)
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,

@@ -28,6 +28,7 @@ class Query(NamedTuple):
       is_window_static: whether the window is an int or None, not an array on the device.
       has_prompts: whether sequences with more query tokens than `decode_q_len` may come.
       invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
+      rows: query heads times query tokens of a sequence that decodes, for latents; None where unknown: maybe many.
     """
 
     dtype: np.dtype[Any]
@@ -35,6 +36,7 @@ class Query(NamedTuple):
     is_window_static: bool = True
     has_prompts: bool = False
     invariant: BatchSizes | None = None
+    rows: int | None = None
 
 
 class Route(NamedTuple):
@@ -58,7 +60,7 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     target = target or Target()
     dense = dense_dtype(spec, query.dtype)
     neither = _why_neither_kernel(spec, query)
-    decode = neither or (mla if spec.is_mla else attention).why_not(spec, query.invariant, target)
+    decode = neither or _why_no_decode_kernel(spec, query, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
     return Route(decode, prompt, decode or prompts, dense)
@@ -82,6 +84,12 @@ def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
     if query.dtype == np.float32:
         return "query: got float32, expected float16 or bfloat16"
     return None
+
+
+def _why_no_decode_kernel(spec: AttentionSpec, query: Query, target: Target) -> str | None:
+    if spec.is_mla:
+        return mla.why_not(spec, query.invariant, target, query.rows)
+    return attention.why_not(spec, query.invariant, target)
 
 
 def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any], target: Target) -> str | None:

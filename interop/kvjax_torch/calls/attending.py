@@ -126,7 +126,7 @@ def attention_calls(
     num_seqs, width = block_table.shape
     max_blocks = choosing.most_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
-    query = _query(_operand(query, spec))
+    query = _query(_operand(query, spec, decode))
     block_table, seq_lens = choosing.int32(block_table, -1, num_blocks), choosing.int32(seq_lens, 0, choosing.INT32_MAX)
     table_stride = block_table.stride(0) if num_seqs > 1 else width
     if num_seqs * table_stride > choosing.INT32_MAX:
@@ -179,11 +179,11 @@ def _rows(key_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     return key_cache.as_strided((*key_cache.shape[:3], row), key_cache.stride(), key_cache.storage_offset())
 
 
-def _operand(query: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The query as the kernels read it: over latents contiguous and of the dtype of products, clamped to its range."""
+def _operand(query: torch.Tensor, spec: AttentionSpec, decode: kernels.AnyCount) -> torch.Tensor:
+    """The query as the kernel reads it: over latents contiguous and of the dtype it takes, clamped to its range."""
     if not spec.is_mla:
         return query
-    dtype = torch_dtype(kernels.mla_operand_dtype(spec))
+    dtype = torch_dtype(next(each.array.dtype for each in decode.arguments if each.name == "query"))
     if query.dtype is not dtype:
         most = torch.finfo(dtype).max
         query = query.float().clamp(-most, most).to(dtype)

@@ -42,6 +42,10 @@ class Division(Protocol):
         """Tokens of a stage."""
 
     @property
+    def blocks(self) -> int:
+        """Thread blocks that share the work."""
+
+    @property
     def part(self) -> int | None:
         """As in `DecodeConfig`, and so is `merge`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from jax import lax
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
-from kvjax.kernels.attention.keys import Keys
-from kvjax.kernels.attention.problem import COLUMNS, Refs
+from kvjax.kernels.attention.keys import KeyRows, Keys
+from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
 from kvjax.kernels.attention.softmax import LOG2_E
+from kvjax.kernels.attention.warp import Warp
 
 
 def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
@@ -23,33 +25,35 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
 
     The operand is registers by tile, by term and by pair of dims; the sum of the terms is the query.
     """
-    problem, fmt = keys.problem, keys.problem.key_format
-    loaded = _loaded(keys, refs.query, sequence)
-    k_scale = keys.warp.scale(fmt, refs.k_scale, problem.scale_sizes[0])
+    problem, fmt, warp = keys.problem, keys.rows.format, keys.warp
+    first = warp.kv_head * problem.group * problem.spec.head_size
+    loaded = loaded_for(keys.rows, warp, problem, refs.query, Place(sequence, first))
+    operand, power = as_operand(keys.rows, loaded, problem.query_dtype)
+    k_scale = warp.scale(fmt, refs.k_scale, problem.scale_sizes[0])
     factor = k_scale * np.float32(problem.sm_scale * LOG2_E * fmt.factor)
-    operand, dtype = np.dtype(fmt.operand), np.dtype(problem.query_dtype)
-    if operand == dtype and not fmt.has_block_scales:
-        words = [[lanes.permute(x, y, 0x5410) for x, y in zip(xs[::2], xs[1::2], strict=True)] for xs in loaded]
-        return [[tile] for tile in words], factor
-    values = [[_to_float(x, dtype) for x in xs] for xs in loaded]
-    if operand == np.float16:
-        values, power = _within_float16(values, fmt.key_factors(keys.unit) * keys.units)
-        return [[_pairs(xs, operand)] for xs in values], factor * power
-    if any(own != 1 for own in fmt.key_factors(keys.unit)):
-        raise UnsupportedError(
-            f"paged_attention: keys of {problem.spec.dtype.value} have factors of their own, expected float16 operands"
-        )
-    return [_in_two_terms(xs, operand) for xs in values], factor
+    return operand, factor if power is None else factor * power
 
 
-def _loaded(keys: Keys, ref: Ref, sequence: jax.Array) -> list[list[jax.Array]]:
-    """By tile of query rows the elements that a thread holds, each in the lower half of a register."""
-    problem, warp = keys.problem, keys.warp
-    unit_elements = keys.unit * 8 // keys.problem.key_format.bits
+class Place(NamedTuple):
+    """Where the elements of a query are.
+
+    Attributes:
+      sequence: the sequence.
+      first: the element of a query token that is the first one of the first row.
+      exists: whether there are elements; zeros elsewhere. None for always.
+    """
+
+    sequence: jax.Array
+    first: jax.Array
+    exists: jax.Array | None = None
+
+
+def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Place) -> list[list[jax.Array]]:
+    """By tile of query rows the elements that products with keys take, each in the lower half of a register."""
     dims = [
-        4 * unit * unit_elements + dim
-        for unit in range(keys.units)
-        for pair in keys.problem.key_format.key_dims(keys.unit)
+        4 * unit * rows.unit_elements + dim
+        for unit in range(rows.units)
+        for pair in rows.format.key_dims(rows.unit)
         for dim in pair
     ]
     loaded: list[list[jax.Array]] = []
@@ -57,12 +61,32 @@ def _loaded(keys: Keys, ref: Ref, sequence: jax.Array) -> list[list[jax.Array]]:
         row = warp.row + tile * COLUMNS
         token, head = row // problem.group, row % problem.group
         a_sequence, a_token = problem.query_strides
-        index = sequence * a_sequence + token * a_token
-        index = index + (warp.kv_head * problem.group + head) * problem.spec.head_size
-        index = index + warp.column * unit_elements
+        index = place.sequence * a_sequence + token * a_token + head * problem.spec.head_size
+        index = index + place.first + warp.column * rows.unit_elements
         is_row = row < problem.rows
+        is_row = is_row if place.exists is None else is_row & place.exists
         loaded.append([lanes.load_global(ref, index + dim, is_row) for dim in dims])
     return loaded
+
+
+def as_operand(
+    rows: KeyRows, loaded: list[list[jax.Array]], query_dtype: DTypeLike
+) -> tuple[list[list[list[jax.Array]]], jax.Array | None]:
+    """Loaded elements of a dtype as an operand, and the power of two that it was divided by, if it was."""
+    fmt = rows.format
+    operand, dtype = np.dtype(fmt.operand), np.dtype(query_dtype)
+    if operand == dtype and not fmt.has_block_scales:
+        words = [[lanes.permute(x, y, 0x5410) for x, y in zip(xs[::2], xs[1::2], strict=True)] for xs in loaded]
+        return [[tile] for tile in words], None
+    values = [[_to_float(x, dtype) for x in xs] for xs in loaded]
+    if operand == np.float16:
+        values, power = _within_float16(values, fmt.key_factors(rows.unit) * rows.units)
+        return [[_pairs(xs, operand)] for xs in values], power
+    if any(own != 1 for own in fmt.key_factors(rows.unit)):
+        raise UnsupportedError(
+            f"paged_attention: keys of {fmt.dtype.value} have factors of their own, expected float16 operands"
+        )
+    return [_in_two_terms(xs, operand) for xs in values], None
 
 
 def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> tuple[list[list[jax.Array]], jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.softmax import State, Sums, normalized, sink
-from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES
 
@@ -25,6 +25,17 @@ def state_registers(problem: Problem) -> int:
     fmt, size = problem.value_format, problem.spec.head_size_v
     runs = -(-size * fmt.bits // (8 * 8 * fmt.unit_bytes)) * fmt.elements_per_unit  # of eight dims
     return problem.tiles * (2 * problem.sums + 4 * -(-runs // 2))
+
+
+class OutputRows(Protocol):
+    """The dims of output registers, as `ValueRows` has them."""
+
+    @property
+    def products(self) -> int:
+        """Matrix products of 16 dims that cover a row."""
+
+    def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
+        """The dim of row `8 * half + g` of a product, and whether it exists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +55,7 @@ class Segments:
     config: DecodeConfig
     refs: Refs
     warp: Warp
-    rows: ValueRows
+    rows: OutputRows
     buffer: Ref
 
     def finish(
@@ -65,10 +76,7 @@ class Segments:
         sums = [Sums(*registers[row:start:rows]) for row in range(rows)]
         output = registers[start:]
         stores = self.warp.works & (self.warp.number < config.heads)
-        v_factor = self.warp.scale(problem.value_format, self.refs.v_scale, problem.scale_sizes[1]) * np.float32(
-            problem.value_format.factor
-        )
-        output = [x * v_factor for x in output]
+        output = self.scaled(output)
 
         @pl.when(whole)
         def _() -> None:
@@ -77,6 +85,17 @@ class Segments:
         @pl.when(~whole)
         def _() -> None:
             self.store_part(part, sums, output, stores)
+
+    def scaled(self, output: list[jax.Array]) -> list[jax.Array]:
+        """The output times the scales of values that products lack."""
+        fmt = self.problem.value_format
+        factor = self.warp.scale(fmt, self.refs.v_scale, self.problem.scale_sizes[1]) * np.float32(fmt.factor)
+        return [x * factor for x in output]
+
+    @property
+    def stores_sums(self) -> jax.Array:
+        """Whether a thread stores what is of a row and not of its elements."""
+        return self.warp.row == 0
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Stores the range of thread blocks that have parts of a sequence."""
@@ -154,7 +173,7 @@ class Segments:
             own_sink = sink(problem, self.refs, head, is_row)
             inverse, lse = normalized(sums[row], own_sink, problem.weight_dtype)
             here = stores & is_row
-            lanes.store_global(self.refs.lse, index, lse, here & (self.warp.row == 0))
+            lanes.store_global(self.refs.lse, index, lse, here & self.stores_sums)
             self.store_row(self.refs.out, index, row, [x * inverse for x in self.of_row(output, row)], here)
 
     def of_row(self, output: list[jax.Array], row: int) -> list[jax.Array]:
@@ -182,5 +201,5 @@ class Segments:
             index = (part * problem.q_len + token) * problem.num_heads + head
             here = stores & is_row
             for i, x in enumerate(sums[row].registers):
-                lanes.store_global(self.refs.partial_lse, index * problem.sums + i, x, here & (self.warp.row == 0))
+                lanes.store_global(self.refs.partial_lse, index * problem.sums + i, x, here & self.stores_sums)
             self.store_row(self.refs.partial, index, row, self.of_row(output, row), here)

@@ -142,15 +142,29 @@ def weights(
     Operands are multiplied by `row_scales`, the scales of the thread's two rows of values, where values have these.
     Column `j` of a tile of query rows has registers j and j + 2 of the tile's four.
     """
+    return weight_operands(exponentials(logits, largest, total), dtype, row_scales)
+
+
+def exponentials(logits: list[jax.Array], largest: list[jax.Array], total: list[jax.Array]) -> list[list[jax.Array]]:
+    """The float32 weights of a tile, four registers for each tile of query rows; adds them to `total`."""
     result: list[list[jax.Array]] = []
     for rows in range(len(largest) // 2):
         four = logits[4 * rows : 4 * rows + 4]
         four = [lanes.exp2(x - largest[2 * rows + i % 2]) for i, x in enumerate(four)]
         for i in range(2):
             total[2 * rows + i] = total[2 * rows + i] + (four[i] + four[i + 2])
-        if row_scales:
-            four = [x * row_scales[i // 2] for i, x in enumerate(four)]
-        halves = lanes.half2(four[0], four[1], dtype), lanes.half2(four[2], four[3], dtype)
+        result.append(four)
+    return result
+
+
+def weight_operands(
+    weights: list[list[jax.Array]], dtype: DTypeLike, row_scales: list[jax.Array]
+) -> list[list[jax.Array]]:
+    """Weights of `exponentials` as matrix operands, multiplied by `row_scales` if there are any."""
+    result: list[list[jax.Array]] = []
+    for four in weights:
+        scaled = [x * row_scales[i // 2] for i, x in enumerate(four)] if row_scales else four
+        halves = lanes.half2(scaled[0], scaled[1], dtype), lanes.half2(scaled[2], scaled[3], dtype)
         result.append([lanes.transpose(half) for half in halves])
     return result
 

@@ -53,6 +53,22 @@ def wait_for_copies_of_block() -> None:
     _statement("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0;")
 
 
+FIRST_BARRIER = 8
+"""The first of the barriers that `wait_for_warps` takes; a thread block has 16, and Mosaic uses those before."""
+
+
+def wait_for_warps(group: jax.Array, warps: int) -> None:
+    """A barrier of `warps` warps of a block, those of `group`, 0 to 7; a register, equal in all threads of a warp."""
+    if compat.interpreting():
+        plgpu.commit_smem()
+        return
+
+    def run(_: Context, barrier: Lowered) -> None:
+        ptx.inline(f"bar.sync $0, {warps * LANES};", [to_word(barrier)], [], clobber="~{memory}")
+
+    plgpu.inline_mgpu(arg_types=(LAYOUT,))(run)(group + FIRST_BARRIER)
+
+
 def end_group_of_copies() -> None:
     """Makes each thread's `copy_or_clear` since the last call a group, which may be empty."""
     _statement("cp.async.commit_group;")

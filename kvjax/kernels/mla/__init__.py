@@ -1,8 +1,12 @@
-"""Attention over latents (MLA) on Hopper's tensor cores: the decode kernel, whose parts `attention.merge` combines.
+"""Attention over latents (MLA): two decode kernels, whose parts `attention.merge` combines.
+
+`decode` is of any number of query rows, by Hopper's `wgmma`; `few_rows` is of up to 32, by `mma.sync`.
 
 Modules:
 
-- `problem`: what the kernel serves, and how each call is launched.
+- `problem`: what the kernels serve, which one serves a call, and how it is launched.
+- `few_rows_stages`: rows of tokens in shared memory, and the shares of them that warps read.
+- `few_rows`: the kernel for few rows.
 - `tiles`: rows of queries and of tokens in shared memory, and the copies that bring them there.
 - `packed`: the bytes of fp8 latents, and their decoding to a tile.
 - `decode`: the loop over tiles of tokens, and the epilogue.

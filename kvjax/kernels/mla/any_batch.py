@@ -13,11 +13,10 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.attention.any_batch import COUNTS, AnyBatch, BatchKind, merge_of_any_count, problem_of, vector
 from kvjax.kernels.attention.choice import too_many_parts
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, Problem, Refs
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
 from kvjax.kernels.memory import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
-from kvjax.kernels.mla.arrays import decode_kernel, run_decode
-from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
-from kvjax.kernels.mla.tiles import WARPGROUPS
+from kvjax.kernels.mla.arrays import Config, decode_kernel, read_dtype, rows_shape, run_decode
+from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts
 from kvjax.kernels.target import Target
 
 MAX_INDEX = 2**31 - 1
@@ -31,8 +30,8 @@ class AnyLatentBatch(AnyBatch):
         """The decode kernel and the merge for a number of sequences, and the workspace that they share.
 
         Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
-        read the values' pages and v_scale, which are the keys', nor the strides of queries. The query is contiguous, of
-        `operand_dtype`.
+        read the values' pages and v_scale, which are the keys'. The query is contiguous, of the dtype of the kernel's
+        argument.
         """
         problem = dataclasses.replace(self.problem, num_seqs=num_seqs, max_blocks=max_blocks)
         config = choose(problem, self.target)
@@ -58,20 +57,24 @@ def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
 
 @functools.cache
 @with_origin
-def _decode_of_any_count(problem: Problem, config: MLAConfig) -> AnyCount:
-    spec = problem.spec
-    halves = WARPGROUPS, spec.head_size_v // WARPGROUPS
+def _decode_of_any_count(problem: Problem, config: Config) -> AnyCount:
+    spec, is_few = problem.spec, isinstance(config, DecodeConfig)
+    row, of_query, sums = (
+        rows_shape(problem, config, 1)[1:],
+        () if is_few else (spec.head_size,),
+        () if is_few else (2,),
+    )
     results = {
-        "out": jax.ShapeDtypeStruct((ANY_LENGTH, *halves), problem.query_dtype),
+        "out": jax.ShapeDtypeStruct((ANY_LENGTH, *row), problem.query_dtype),
         "lse": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32),
-        "partial": jax.ShapeDtypeStruct((ANY_LENGTH, *halves), jnp.float32),
-        "partial_lse": jax.ShapeDtypeStruct((ANY_LENGTH, 2), jnp.float32),
+        "partial": jax.ShapeDtypeStruct((ANY_LENGTH, *row), jnp.float32),
+        "partial_lse": jax.ShapeDtypeStruct((ANY_LENGTH, *sums), jnp.float32),
         "spans": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32),
     }
     arguments = (
         vector("seq_lens", jnp.int32),
         vector("table", jnp.int32),
-        Argument("query", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size), operand_dtype(spec))),
+        Argument("query", jax.ShapeDtypeStruct((ANY_LENGTH, *of_query), read_dtype(problem, config))),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
         *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
         *(Argument(name, array) for name, array in results.items()),
@@ -84,6 +87,7 @@ def _decode_of_any_count(problem: Problem, config: MLAConfig) -> AnyCount:
             max_blocks=counts["max_blocks"],
             num_blocks=counts["num_blocks"],
             table_stride=counts["table_stride"],
+            query_strides=(counts["query_stride_of_sequence"], counts["query_stride_of_token"]),
         )
         refs = dict(arrays)
         pages, _ = (refs.pop(name) for name in PAGES)
@@ -92,4 +96,11 @@ def _decode_of_any_count(problem: Problem, config: MLAConfig) -> AnyCount:
     def kernel(body: Kernel, **_: object) -> Kernel:  # the grid does not depend on the counts
         return decode_kernel(body, problem, config)
 
-    return AnyCount(body, kernel, COUNTS, arguments, writes=tuple(results), num_programs=lambda _: config.passes)
+    return AnyCount(
+        body,
+        kernel,
+        COUNTS,
+        arguments,
+        writes=tuple(results),
+        num_programs=lambda _: config.passes if isinstance(config, MLAConfig) else 1,
+    )

@@ -12,16 +12,22 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import Kernel, Ref
+from kvjax.kernels.aliases import DType, Kernel, Ref
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
-from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
+from kvjax.kernels.attention.problem import DecodeConfig, Problem, ReadArrays, Refs, Softmax
+from kvjax.kernels.memory import Number
+from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
+from kvjax.kernels.mla.few_rows import FewRows
 from kvjax.kernels.mla.packed import Packed, scratch_type
 from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
 from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
+from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import current
 from kvjax.spec import AttentionSpec
+
+type Config = MLAConfig | DecodeConfig
 
 _COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -36,7 +42,7 @@ def decode(
     softmax: Softmax,
     *,
     num_layers: int = 1,
-    config: MLAConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the last tokens of each sequence.
 
@@ -64,7 +70,7 @@ def decode(
         num_seqs=num_seqs,
         max_blocks=read.block_table.shape[1],
         table_stride=read.block_table.shape[1],
-        query_strides=(0, 0),
+        query_strides=(q_len * num_heads * spec.head_size, num_heads * spec.head_size),
         num_blocks=pages.shape[0] // num_layers,
         num_layers=num_layers,
         has_layer=read.layer is not None,
@@ -75,6 +81,7 @@ def decode(
         one_memory=True,
         has_sinks=False,
         batch_invariant=softmax.batch_invariant,
+        converts_e2m1=target.converts_e2m1,
     )
     return _attend(problem, config or choose(problem, target), query, pages, read)
 
@@ -82,14 +89,13 @@ def decode(
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
 def _attend(
     problem: Problem,
-    config: MLAConfig,
+    config: Config,
     query: jax.Array,
     pages: jax.Array,
     read: ReadArrays,
 ) -> tuple[jax.Array, jax.Array]:
-    spec, dtype = problem.spec, operand_dtype(problem.spec)
+    spec = problem.spec
     rows, parts = problem.num_seqs * problem.q_len * problem.num_heads, num_parts(problem, config)
-    halves = WARPGROUPS, spec.head_size_v // WARPGROUPS
 
     def body(*refs: Ref) -> None:
         query, pages, table, seq_lens, layer, k_scale, out, lse, partial, partial_lse, spans, *shared = refs
@@ -98,14 +104,15 @@ def _attend(
         run_decode(problem, config, own, shared)
 
     out_type = (
-        jax.ShapeDtypeStruct((rows, *halves), query.dtype),
+        jax.ShapeDtypeStruct(rows_shape(problem, config, rows), query.dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((parts, *halves), jnp.float32),
-        jax.ShapeDtypeStruct((parts, 2), jnp.float32),
+        jax.ShapeDtypeStruct(rows_shape(problem, config, parts), jnp.float32),
+        jax.ShapeDtypeStruct((2 * parts,) if isinstance(config, DecodeConfig) else (parts, 2), jnp.float32),
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
     kernel = decode_kernel(body, problem, config, out_type)
-    operand = _converted(query, dtype).reshape(rows, spec.head_size)
+    operand = _converted(query, read_dtype(problem, config))
+    operand = operand.reshape(-1) if isinstance(config, DecodeConfig) else operand.reshape(rows, spec.head_size)
     # A placeholder for an absent layer, which the kernel does not read.
     layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
     out, lse, partial, partial_lse, spans = kernel(
@@ -124,8 +131,23 @@ def _attend(
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
 
 
-def run_decode(problem: Problem, config: MLAConfig, refs: Refs, shared: Sequence[Ref]) -> None:
+def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Any, ...]:
+    """The shape of rows of results: flat, or halves of a row for two warpgroups."""
+    rank = problem.spec.head_size_v
+    return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)
+
+
+def read_dtype(problem: Problem, config: Config) -> DType:
+    """The dtype of the query as a kernel reads it."""
+    return np.dtype(problem.query_dtype) if isinstance(config, DecodeConfig) else operand_dtype(problem.spec)
+
+
+def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Ref]) -> None:
     """The body of the decode kernel; `shared` is shared memory, as `decode_kernel` allocates it."""
+    if isinstance(config, DecodeConfig):
+        buffer, others, barriers = shared
+        FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
+        return
     *of_tiles, last = shared
     if not problem.spec.dtype.is_quantized:
         LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
@@ -134,24 +156,32 @@ def run_decode(problem: Problem, config: MLAConfig, refs: Refs, shared: Sequence
     LatentDecode(problem, config, refs, tiles, Packed(last, tiles)).run()
 
 
-def decode_kernel(body: Callable[..., None], problem: Problem, config: MLAConfig, out_type: Any = ()) -> Kernel:
+def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: Any = ()) -> Kernel:
     """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
-    spec = problem.spec
-    packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
+    spec, is_few = problem.spec, isinstance(config, DecodeConfig)
+    if isinstance(config, DecodeConfig):
+        buffer, others, barriers = few_rows_stages.scratch(problem, config)
+        shared: list[Any] = [plgpu.SMEM((size,), jnp.uint8) for size in (buffer, others)]
+        shared.append(plgpu.SMEM((barriers // 4,), jnp.int32))
+        grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
+    else:
+        packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
+        shared = scratch_types(spec, operand_dtype(spec)) + packed
+        grid, warpgroups = {"block": config.blocks, "rows": config.passes}, WARPGROUPS
     kernel: Kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),
         out_type=out_type,
-        scratch_types=scratch_types(spec, operand_dtype(spec)) + packed,
-        grid=(config.blocks, config.passes),
-        grid_names=("block", "rows"),
-        num_threads=WARPGROUPS,
+        scratch_types=shared,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
         thread_name="warpgroup",
-        compiler_params=_COMPILER_PARAMS,
+        compiler_params=compat.COMPILER_PARAMS if is_few else _COMPILER_PARAMS,
     )
     return kernel
 
 
-def _converted(query: jax.Array, dtype: np.dtype) -> jax.Array:
+def _converted(query: jax.Array, dtype: DType) -> jax.Array:
     """The query in the dtype of products, clamped to what it holds."""
     if query.dtype == dtype:
         return query

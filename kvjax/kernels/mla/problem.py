@@ -1,4 +1,8 @@
-"""What the MLA kernel serves, and how a call is launched."""
+"""What the MLA kernels serve, which of the two serves a call, and how it is launched.
+
+`choose` decides: a call of few query rows takes the kernel of `few_rows`, whose configuration is a `DecodeConfig`, and
+any other that of `decode`, whose configuration is an `MLAConfig`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,32 @@ import numpy as np
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType
-from kvjax.kernels.attention.choice import BatchSizes, merge_config, too_many_parts
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, MergeConfig, Problem
-from kvjax.kernels.attention.schedule import MAX_PARTS, Sequences
+from kvjax.kernels.attention.choice import BatchSizes, array_memory, merge_config, too_many_parts
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, MergeConfig, Problem
+from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES, Sequences
+from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
 from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
+from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 DTYPES = frozenset({KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3})
-"""Dtypes of caches that the kernel reads. XLA attends to caches of any other."""
+"""Dtypes of caches that the kernel for any number of rows reads. XLA attends to caches of any other."""
+
+FEW_ROWS = 32
+"""Query rows of a sequence up to which the kernel for few rows serves: of more, its output fills no fewer registers
+than that of `wgmma`, whose products are faster."""
+
+ROWS_OF_TWO = 16
+"""Rows up to which two warps divide a latent; four for more. The registers of a warp hold 256 dims of 16 rows."""
+
+MAX_WARPS = 8
+"""Maximum warps of a block of the kernel for few rows: two per scheduler leave 255 registers per thread."""
+
+MAX_SLOTS = 5
+"""Maximum stages in shared memory of the kernel for few rows. Of 4-bit latents one is 26 KB, 1.5 times the bytes that
+a multiprocessor reads in the latency of memory."""
 
 MAX_RANK = 512
 """The results of more do not fit in registers."""
@@ -52,28 +72,22 @@ class MLAConfig:
         return TOKENS
 
 
-def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, target: Target | None = None) -> str | None:
-    """Why the kernel cannot read caches of a spec; None where it can.
+def why_not(
+    spec: AttentionSpec,
+    invariant_batch: BatchSizes | None = None,
+    target: Target | None = None,
+    rows: int | None = None,
+) -> str | None:
+    """Why no kernel can read caches of a spec; None where one can.
 
     `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
+    `rows` are the query rows of a sequence; None where they are unknown, so that they may be many.
     """
-    target = target or Target()
-    rank, rope = spec.part_sizes
-    if target.compute_capability[0] != 9:
-        return f"latents (MLA): `wgmma` is of compute capability 9; got {target.compute_capability}"
-    if spec.dtype not in DTYPES:
-        return f"no kernel reads latents (MLA) of dtype {spec.dtype.value!r}"
-    if rank % HALVES or rank > MAX_RANK:
-        return f"it takes latents of a multiple of {HALVES} elements up to {MAX_RANK}; got kv_lora_rank={rank}"
-    if rope not in (0, 16, 32, 64):
-        return f"it takes rope keys of 0, 16, 32 or 64 elements; got qk_rope_head_dim={rope}"
-    if spec.dtype.is_quantized and rank % (2 * HALVES):
-        return f"it decodes latents of a multiple of {2 * HALVES} elements; got kv_lora_rank={rank}"
-    if spec.page_size_bytes % 16:
-        return f"it copies 16 bytes at once; got page_size_bytes={spec.page_size_bytes}"
-    packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
-    if (needed := shared_bytes(spec) + packed) > target.shared_bytes:
-        return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
+    target, rank = target or Target(), spec.part_sizes[0]
+    few, are_few = why_not_few(spec, rows, target), rows is not None and rows <= FEW_ROWS
+    reason = few and why_not_many(spec, target)
+    if reason:
+        return few if are_few or spec.dtype not in DTYPES else reason
     if invariant_batch is None:
         return None
     num_seqs, q_len, group, max_blocks = invariant_batch
@@ -83,20 +97,114 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
     return None
 
 
+def why_not_few(spec: AttentionSpec, rows: int | None, target: Target) -> str | None:
+    """Why the kernel for few rows does not serve caches of a spec and calls of so many rows; None where it does."""
+    if spec.dtype not in few_rows_stages.DTYPES:
+        return f"no kernel reads latents (MLA) of dtype {spec.dtype.value!r}"
+    if rows is None or rows > FEW_ROWS:
+        many = "" if rows is None else f"; got {rows} query rows, which are query heads times query tokens"
+        return f"latents (MLA) of dtype {spec.dtype.value!r} have a kernel for up to {FEW_ROWS} query rows{many}"
+    if reason := _why_not_sizes(spec):
+        return reason
+    start = sum(spec.parts[0].info.row_bytes(spec.part_sizes[0]))
+    if spec.part_sizes[1] and start % 8:
+        return (
+            f"it reads 8 bytes of a rope key at once; got kv_lora_rank={spec.part_sizes[0]}, which takes {start} bytes"
+        )
+    if few_config(_plain(spec, rows), target, 1) is None:
+        return f"its stages do not fit the {target.shared_bytes} bytes of shared memory that it has"
+    return None
+
+
+def why_not_many(spec: AttentionSpec, target: Target) -> str | None:
+    """Why the kernel for any number of rows does not serve caches of a spec; None where it does."""
+    rank = spec.part_sizes[0]
+    if target.compute_capability[0] != 9:
+        return f"latents (MLA): `wgmma` is of compute capability 9; got {target.compute_capability}"
+    if spec.dtype not in DTYPES:
+        return f"no kernel reads latents (MLA) of dtype {spec.dtype.value!r}"
+    if reason := _why_not_sizes(spec):
+        return reason
+    if spec.dtype.is_quantized and rank % (2 * HALVES):
+        return f"it decodes latents of a multiple of {2 * HALVES} elements; got kv_lora_rank={rank}"
+    if spec.page_size_bytes % 16:
+        return f"it copies 16 bytes at once; got page_size_bytes={spec.page_size_bytes}"
+    packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
+    if (needed := shared_bytes(spec) + packed) > target.shared_bytes:
+        return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
+    return None
+
+
+def _why_not_sizes(spec: AttentionSpec) -> str | None:
+    rank, rope = spec.part_sizes
+    if rank % HALVES or rank > MAX_RANK:
+        return f"it takes latents of a multiple of {HALVES} elements up to {MAX_RANK}; got kv_lora_rank={rank}"
+    if rope not in (0, 16, 32, 64):
+        return f"it takes rope keys of 0, 16, 32 or 64 elements; got qk_rope_head_dim={rope}"
+    return None
+
+
 def operand_dtype(spec: AttentionSpec) -> DType:
     """The dtype of products: that of the tiles, to which queries are converted."""
     return spec.dtype.exact_in or np.dtype(spec.storage_dtype)
 
 
-def choose(problem: Problem, target: Target) -> MLAConfig:
-    """The configuration for a problem: one thread block for each multiprocessor, which has room for one."""
-    passes = max(1, -(-problem.q_len * problem.num_heads // ROWS))
+def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
+    """The kernel and configuration for a problem: a thread block for each multiprocessor, which has room for one."""
+    num_rows = problem.q_len * problem.num_heads
+    passes = max(1, -(-num_rows // ROWS))
     num_blocks = 2 * passes if compat.interpreting() else target.multiprocessors
+    # Elements of 16 bits need no decoding, so padded rows cost nothing: 221 us, and 231 by the kernel for few rows.
+    is_many = not problem.spec.dtype.is_quantized and why_not_many(problem.spec, target) is None
+    is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
+    if is_few and (few := few_config(problem, target, num_blocks)):
+        return few
     part = PART_TOKENS // TOKENS if problem.batch_invariant else None
     return MLAConfig(max(1, num_blocks // passes), passes, part, merge_config(problem))
 
 
-def num_parts(problem: Problem, config: MLAConfig) -> int:
+def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfig | None:
+    """The configuration of the kernel for few rows; None where shared memory does not hold two stages."""
+    shares = 2 if problem.rows <= ROWS_OF_TWO else 4
+    # Interpret mode has no barrier across warpgroups.
+    for warps in range(WARPS if compat.interpreting() else MAX_WARPS, 0, -WARPS):
+        for slots in range(MAX_SLOTS, 1, -1):
+            config = DecodeConfig(shares, warps, 1, slots, num_blocks, None, merge_config(problem))
+            if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
+                part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
+                return dataclasses.replace(config, part=part)
+    return None
+
+
+_RESERVED_BYTES = 1024
+"""Bytes of shared memory that are left for alignment."""
+
+
+def _plain(spec: AttentionSpec, rows: int) -> Problem:
+    """A call of so many rows over a JAX array, of queries that take most shared memory."""
+    return Problem(
+        spec=spec,
+        memory=array_memory(spec),
+        query_dtype=np.dtype(np.float16),
+        q_len=1,
+        num_heads=rows,
+        num_seqs=1,
+        max_blocks=1,
+        table_stride=1,
+        query_strides=(0, 0),
+        num_blocks=0,
+        num_layers=1,
+        has_layer=False,
+        sm_scale=1.0,
+        window=None,
+        logits_soft_cap=None,
+        scale_sizes=(1, 1),
+        one_memory=True,
+        has_sinks=False,
+    )
+
+
+def num_parts(problem: Problem, config: Division) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = 2 * config.blocks
     if config.part is not None:

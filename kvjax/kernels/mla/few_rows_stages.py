@@ -1,0 +1,214 @@
+"""The stages of the kernel for few query rows: rows of tokens in shared memory, and the parts of them that warps read.
+
+A row is copied as it is stored. Warps of a group each read a *share* of it: an equal part of the latent and, of the
+rope key, as many whole steps of 16 dims; where there are fewer steps than warps, the others multiply zeros.
+
+A warp reads 64 contiguous bytes of two rows at once, which must be in different banks: they lie 64 bytes apart modulo
+128. For most row sizes the rows of some two tokens do, and products take the tokens in that order. Rows of a multiple
+of 128 bytes are padded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.dtypes import KVCacheDType
+from kvjax.kernels.aliases import DTypeLike
+from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem
+from kvjax.kernels.attention.segments import OutputRows
+from kvjax.kernels.attention.stages import COPY_BYTES, TILE, Chunk, SharedRows, StagePlan
+from kvjax.kernels.attention.warp import Warp
+from kvjax.kernels.registers import LANES
+from kvjax.pages import PageRegion
+from kvjax.spec import AttentionSpec
+
+STEP = 16
+"""Dims of a product."""
+
+WORD = 4
+"""Bytes of a register."""
+
+_BANKS = 128
+"""Bytes of all banks of shared memory."""
+
+DTYPES = frozenset(
+    {
+        *(KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3),
+        *(KVCacheDType.FP8_DS_MLA, KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6),
+    }
+)
+"""Dtypes of caches that the kernel reads."""
+
+
+def latent_format(spec: AttentionSpec, *, converts_e2m1: bool) -> Format:
+    """How latents become operands.
+
+    The float32 scales of `FP8_DS_MLA`, and so the products of weights with them, may exceed float16's range: its
+    latents become bfloat16, as rows with a scale each.
+    """
+    stored = spec.parts[0]
+    is_scaled = stored is KVCacheDType.FP8_DS_MLA
+    return Format.of(KVCacheDType.FP8_PER_TOKEN_HEAD if is_scaled else stored, converts_e2m1=converts_e2m1)
+
+
+def rope_format(spec: AttentionSpec) -> Format:
+    """How rope keys become operands."""
+    return Format.of(spec.parts[1])
+
+
+def run_of(spec: AttentionSpec) -> int:
+    """Elements of a latent with a float32 scale; 0 where they have none."""
+    return (spec.parts[0].info.elements_per_scale or 0) if spec.parts[0] is KVCacheDType.FP8_DS_MLA else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentStages:
+    """The layout of a stage.
+
+    Attributes:
+      plan: the copies; its rows are whole.
+      latents: the share of a latent of a warp, the heads of its rows, and block scales of NVFP4.
+      rope: the share of a rope key, likewise; empty for none.
+      scales: the float32 scales of `FP8_DS_MLA`, of which `scales.page.row_bytes` are a warp's; None for none.
+      scale_step: warps that read the same of these.
+      apart: tokens between two rows that a warp reads at once.
+    """
+
+    plan: StagePlan
+    latents: tuple[SharedRows, ...]
+    rope: tuple[SharedRows, ...]
+    scales: SharedRows | None
+    scale_step: int
+    apart: int
+
+    @classmethod
+    def of(cls, problem: Problem, shares: int, tiles: int) -> LatentStages:
+        """The layout of stages of `tiles` runs of 16 tokens, whose rows `shares` warps divide."""
+        spec, memory = problem.spec, problem.memory[0]
+        base, size = memory.regions[0].base, spec.bytes_per_token
+        page = PageRegion(base, size, 0, size)
+        apart = next((step for step in (1, 2, 4) if step * size % _BANKS == _BANKS // 2), 0)
+        pad = 0 if apart or size % COPY_BYTES else _BANKS // 2
+        pitch = size + pad
+        tile_bytes = -(-TILE * pitch // _BANKS) * _BANKS
+        unit = math.gcd(COPY_BYTES, size, base, memory.page_stride, memory.alignment)
+        rows = SharedRows(page, memory.page_stride, 0, pitch, 8 * pitch, 0, tile_bytes, unit, 0)
+        count = TILE if pad else 1
+        run = TILE // count * size
+        chunks = [Chunk(base + i * size, i * pitch, run, size, 0, 0) for i in range(count)]
+        numbers = [base, memory.page_stride, memory.alignment, run, TILE * size]
+        in_bulk = spec.block_size % TILE == 0 and not any(number % COPY_BYTES for number in numbers)
+        plan = StagePlan(
+            spec.block_size, 1, tiles, (rows,), (), tiles * tile_bytes, False, tuple(chunks) if in_bulk else ()
+        )
+
+        def part(start: int, row_bytes: int, stride: int) -> SharedRows:
+            own = PageRegion(base + start, size, stride, row_bytes)
+            return dataclasses.replace(rows, page=own, start=start, head_stride=stride)
+
+        rank, rope = spec.part_sizes
+        info = spec.parts[0].info
+        data, scales = info.row_bytes(rank)
+        latents = [part(0, data // shares, data // shares)]
+        of_runs, step = None, 1
+        if spec.parts[0].byte_format is KVCacheDType.NVFP4:
+            latents.append(part(data, scales // shares, scales // shares))
+        elif run := run_of(spec):
+            step = max(1, run * shares // rank)
+            own = max(WORD, scales // shares)
+            of_runs = part(data, own, own)
+        of_rope = []
+        if rope:
+            own = spec.parts[1].info.row_bytes(rope_share(spec, shares))[0]
+            of_rope.append(part(data + scales, own, own))
+        return cls(plan, tuple(latents), tuple(of_rope), of_runs, step, apart or 1)
+
+    def token_row(self, row: jax.Array) -> jax.Array:
+        """The token, of eight, that is row `row` of products."""
+        if self.apart == 1:
+            return row
+        bit = self.apart.bit_length() - 1
+        others = row & (7 - 1 - self.apart)
+        return others | (row & 1) << bit | row >> bit & 1
+
+
+def rope_share(spec: AttentionSpec, shares: int) -> int:
+    """Dims of a rope key that a warp multiplies."""
+    return max(STEP, spec.part_sizes[1] // shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentDims(OutputRows):
+    """The dims that registers of the output hold.
+
+    A product of 16 dims is of two pairs of registers of an operand, transposed: row `g` of the result is the element
+    `g & 1` of the pair of the thread in column `g >> 1`.
+
+    Attributes:
+      warp: the warp.
+      size: dims of a warp.
+      format: of latents.
+      unit: bytes of a row that a thread loads at once.
+    """
+
+    warp: Warp
+    size: int
+    format: Format
+    unit: int
+
+    @property
+    def products(self) -> int:
+        """Products of 16 dims."""
+        return self.size // STEP
+
+    def dim(self, product: int, half: int) -> tuple[jax.Array, jax.Array]:
+        """The dim of row `8 * half + g` of a product, and that it exists."""
+        pairs = self.format.key_dims(self.unit)
+        unit, pair = divmod(2 * product + half, len(pairs))
+        low, high = pairs[pair]
+        each = 2 * len(pairs)
+        row = self.warp.row
+        dim = (row >> 1) * each + (row & 1) * (high - low)
+        return dim + self.warp.head * self.size + (4 * unit * each + low), row < COLUMNS
+
+    def factors(self) -> list[float]:
+        """Factor of each output register of a tile of query rows: that of its pair, which queries have otherwise."""
+        own = self.format.key_factors(self.unit)
+        return [own[(2 * product + i // 2) % len(own)] for product in range(self.products) for i in range(4)]
+
+
+def query_terms(fmt: Format, query_dtype: DTypeLike) -> int:
+    """Operands that a query is the sum of."""
+    return 2 if fmt.operand == jnp.bfloat16 and np.dtype(query_dtype) != jnp.bfloat16 else 1
+
+
+def query_registers(problem: Problem, shares: int) -> tuple[int, int]:
+    """Registers of a warp's query operands: those for latents, and those for rope keys."""
+    spec = problem.spec
+    fmt = latent_format(spec, converts_e2m1=problem.converts_e2m1)
+    sizes = spec.part_sizes[0] // shares, rope_share(spec, shares) if spec.part_sizes[1] else 0
+    latents, rope = (
+        size // STEP * 2 * problem.tiles * query_terms(each, problem.query_dtype)
+        for size, each in zip(sizes, (fmt, rope_format(spec)), strict=True)
+    )
+    return latents, rope
+
+
+def state_registers(problem: Problem, shares: int) -> int:
+    """Registers of a warp's state: largest logits, totals and output."""
+    return problem.tiles * (4 + 4 * (problem.spec.part_sizes[0] // shares // STEP))
+
+
+def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int, int]:
+    """Bytes of shared memory: of stages, later of states; of queries and partial logits; and of barriers."""
+    ring = config.slots * LatentStages.of(problem, config.heads, config.groups * config.tiles).plan.stage_bytes
+    joined = (config.groups - 1) * config.heads * state_registers(problem, config.heads)
+    exchanged = 2 * config.warps * 4 * problem.tiles
+    query = config.heads * sum(-(-count // 4) * 4 for count in query_registers(problem, config.heads))
+    return max(ring, joined * LANES * WORD), (query + exchanged) * LANES * WORD, 16 * config.slots

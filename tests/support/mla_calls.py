@@ -1,0 +1,97 @@
+"""Calls of the MLA kernels over caches that are NaN wherever no sequence is, and what they must return."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import kvjax
+from kvjax import KVCacheDType, MLAAttentionSpec, mla_paged_attention
+from kvjax.kernels import mla
+from kvjax.kernels.attention import ReadArrays, Softmax
+from kvjax.kernels.attention.problem import DecodeConfig
+from kvjax.kernels.mla import MLAConfig
+from kvjax.kernels.target import Target
+from support import mla_reference
+from support.interpret_mode import interpret_mode
+from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
+
+LENGTHS = (150, 1, 0, 64, 100)
+"""Of three tiles, of one token, of none, of one whole tile, of two."""
+
+
+def assert_near(
+    problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, *, is_few: bool = False, **options: Any
+) -> None:
+    """Within the roundings of weights to 16 bits and of results; and of queries to 16 bits, unless rows are few."""
+    query = np.concatenate([np.asarray(x, np.float64) for x in q], axis=-1)
+    is_wide = problem.spec.dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_DS_MLA)
+    operand = ml_dtypes.bfloat16 if is_wide else np.float16
+    if not is_few:
+        query = query.astype(q[0].dtype).astype(operand).astype(np.float64)
+    out, lse = np.asarray(out), np.asarray(lse)
+    assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
+    eps = max(float(ml_dtypes.finfo(dtype).eps) for dtype in (operand, q[0].dtype))
+    for seq, keys in enumerate(problem.keys):
+        want, want_lse = mla_reference.attention(query[seq], keys, problem.spec.kv_lora_rank, SM_SCALE, **options)
+        np.testing.assert_allclose(out[seq].astype(np.float64), want, rtol=eps, atol=2 * eps)
+        np.testing.assert_allclose(lse[seq], want_lse, rtol=1e-4, atol=1e-4)
+
+
+def attend(problem: Problem, q: Sequence[Any], softmax: Softmax, config: MLAConfig | DecodeConfig | None = None) -> Any:
+    cache = problem.cache
+    scale = jnp.float32(problem.scale)
+    read = ReadArrays(jnp.asarray(problem.block_table), jnp.asarray(problem.seq_lens), None, scale, scale)
+    query = jnp.concatenate([jnp.asarray(x) for x in q], axis=-1)
+    pages = cache.kv.reshape(cache.num_pages, -1)
+    return jax.block_until_ready(mla.decode(query, pages, read, problem.spec, softmax, config=config))
+
+
+PARAMETERS = "dtype", "sizes", "block_size", "q_len", "heads", "query_dtype", "window", "cap"
+
+
+def check(
+    dtype: str,
+    sizes: tuple[int, int],
+    block_size: int,
+    q_len: int,
+    heads: int,
+    query_dtype: str,
+    window: int | None,
+    cap: float | None,
+    *,
+    on_gpu: bool = False,
+    lengths: Sequence[int] = LENGTHS,
+    config: MLAConfig | DecodeConfig | None = None,
+    invariant: bool = False,
+    kernel: Literal["many", "few"] = "many",
+) -> None:
+    """What no row sees, and blocks of no sequence, are NaN."""
+    if config is None and kernel == "many":
+        passes = -(-q_len * heads // 64)
+        config = MLAConfig(132 if on_gpu else 2, passes, part=8 if invariant else None)
+    spec = spec_of(dtype, sizes, block_size)
+    if config is None:
+        call = dataclasses.replace(mla.problem._plain(spec, q_len * heads), batch_invariant=invariant)
+        config = mla.problem.few_config(call, Target(), 132 if on_gpu else 2)
+        assert config is not None
+    problem = build(spec, lengths, None if window is None else window + q_len - 1)
+    q = queries(spec, (len(lengths), q_len, heads), query_dtype)
+    with contextlib.nullcontext() if on_gpu else interpret_mode():
+        out, lse = attend(problem, q, Softmax(SM_SCALE, window, cap, invariant), config)
+        is_few = not isinstance(config, MLAConfig)
+        assert_near(problem, q, out, lse, is_few=is_few, window=window, cap=cap)
+
+
+def run_operation(spec: MLAAttentionSpec, num_layers: int | None, kv: Any, *args: Any) -> Any:
+    q_nope, q_pe, table, lens, layer = args
+    cache = kvjax.KVCache(kv, spec, num_layers=num_layers)
+    options = {"sm_scale": SM_SCALE, "return_lse": True, "implementation": "mosaic"}
+    return mla_paged_attention(q_nope, q_pe, cache, table, lens, layer=layer if num_layers else None, **options)
