@@ -29,16 +29,22 @@ LENGTHS = (150, 1, 0, 64, 100)
 """Of three tiles, of one token, of none, of one whole tile, of two."""
 
 
+WIDE = KVCacheDType.BFLOAT16, KVCacheDType.FP8_DS_MLA
+"""Dtypes of parts of rows that are multiplied in bfloat16."""
+
+
 def assert_near(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, **options: Any) -> None:
     """Within the roundings of weights to 16 bits and of results."""
-    query = np.concatenate([np.asarray(x, np.float64) for x in q], axis=-1)
-    operand = ml_dtypes.bfloat16 if problem.spec.dtype is KVCacheDType.BFLOAT16 else np.float16
-    query = query.astype(q[0].dtype).astype(operand).astype(np.float64)
+    spec, is_wide = problem.spec, [part in WIDE for part in problem.spec.parts]
+    operand, rope = (ml_dtypes.bfloat16 if wide else np.float16 for wide in is_wide)
+    query = np.concatenate([x.astype(to).astype(np.float64) for x, to in zip(q, (operand, rope), strict=True)], axis=-1)
     out, lse = np.asarray(out), np.asarray(lse)
     assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
     eps = max(float(ml_dtypes.finfo(dtype).eps) for dtype in (operand, q[0].dtype))
     for seq, keys in enumerate(problem.keys):
-        want, want_lse = mla_reference.attention(query[seq], keys, problem.spec.kv_lora_rank, SM_SCALE, **options)
+        if spec.dtype is KVCacheDType.FP8_DS_MLA:
+            keys = keys.astype(ml_dtypes.bfloat16)
+        want, want_lse = mla_reference.attention(query[seq], keys, spec.kv_lora_rank, SM_SCALE, **options)
         np.testing.assert_allclose(out[seq].astype(np.float64), want, rtol=eps, atol=2 * eps)
         np.testing.assert_allclose(lse[seq], want_lse, rtol=1e-4, atol=1e-4)
 
@@ -55,6 +61,7 @@ def attend(problem: Problem, q: Sequence[Any], softmax: Softmax, config: MLAConf
 CASES = [
     # dtype, sizes, block size, query tokens, heads, query dtype, window, cap
     ("bfloat16", (512, 64), 16, 1, 16, "bfloat16", None, None),
+    ("nvfp4", (256, 16), 16, 1, 3, "bfloat16", None, None),
     *(
         pytest.param(*case, marks=pytest.mark.full)
         for case in (
@@ -70,6 +77,12 @@ CASES = [
             ("fp8_e4m3", (512, 64), 1, 1, 16, "bfloat16", None, None),
             ("fp8_e4m3", (256, 32), 64, 3, 5, "float16", 70, 3.0),
             ("fp8_e4m3", (256, 0), 24, 8, 16, "bfloat16", None, None),
+            ("nvfp4_4over6", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("nvfp4", (256, 32), 8, 3, 5, "float16", 70, 3.0),
+            ("nvfp4", (512, 0), 24, 1, 16, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 32), 1, 2, 5, "float16", 70, 3.0),
+            ("fp8_ds_mla", (512, 0), 64, 1, 16, "bfloat16", None, None),
         )
     ),
 ]
@@ -114,7 +127,7 @@ def test_interpreted_parts_of_sequences_are_merged(config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256)])
+@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256), ("nvfp4", 256), ("fp8_ds_mla", 512)])
 def test_without_races(dtype, rank, monkeypatch):
     """In one thread block, with more tiles than slots, and sequences one after another."""
     monkeypatch.setattr(arrays, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
@@ -184,6 +197,10 @@ def run_operation(spec: MLAAttentionSpec, num_layers: int | None, kv: Any, *args
         ("bfloat16", (256, 32), 1, 40, None),
         ("fp8_e4m3", (512, 64), 1, 16, None),
         ("fp8_e4m3", (512, 64), 8, 16, 1024),
+        ("nvfp4", (512, 64), 1, 16, None),
+        ("nvfp4_4over6", (512, 64), 8, 16, 1024),
+        ("fp8_ds_mla", (512, 64), 1, 16, None),
+        ("fp8_ds_mla", (512, 64), 8, 16, 1024),
     ],
 )
 def test_compiled(dtype, sizes, q_len, heads, window):
@@ -222,7 +239,9 @@ def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
     assert "dtype 'float32'" in why("float32")
     assert not why("fp8_e4m3", (256, 64))
     assert "got kv_lora_rank=384" in why("fp8_e4m3", (384, 64))
-    assert "dtype 'nvfp4'" in why("nvfp4")
+    assert not why("nvfp4")
+    assert not why("fp8_ds_mla")
+    assert "got bytes_per_token=392" in why("fp8_ds_mla", (256, 64))
     assert "got kv_lora_rank=640" in why(sizes=(640, 64))
     assert "got kv_lora_rank=192" in why(sizes=(192, 64))
     assert "got qk_rope_head_dim=48" in why(sizes=(512, 48))

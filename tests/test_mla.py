@@ -179,7 +179,7 @@ def test_gradients_of_queries_are_those_of_dense_attention():
 @pytest.mark.parametrize("operation", ["write", "gather", "attend", "ragged"])
 def test_no_kernel_serves_latents(operation: str):
     """XLA does, on a GPU too; a kernel that is asked for is refused with the reason."""
-    problem = build(spec_of("fp8_ds_mla"), [20])
+    problem = build(spec_of("float32"), [20])
     read = problem.block_table, problem.seq_lens
     q = queries(problem.spec, (1, 16), "bfloat16")
     one = np.array([0, 1], np.int32)

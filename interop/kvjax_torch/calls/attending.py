@@ -180,14 +180,24 @@ def _rows(key_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
 
 
 def _operand(query: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The query as the kernels read it: over latents contiguous and of the dtype of products, clamped to its range."""
+    """The query as the kernels read it: over latents contiguous and of the dtypes of products, clamped to their range.
+
+    Rope parts of another dtype than latents have its bits.
+    """
     if not spec.is_mla:
         return query
-    dtype = torch_dtype(kernels.mla_operand_dtype(spec))
-    if query.dtype is not dtype:
-        most = torch.finfo(dtype).max
-        query = query.float().clamp(-most, most).to(dtype)
-    return query.contiguous()
+    dtype, rope_dtype = map(torch_dtype, kernels.mla_operand_dtypes(spec))
+    if dtype is rope_dtype:
+        return _clamped(query, dtype).contiguous()
+    latents, rope = query.split(spec.part_sizes, dim=-1)
+    return torch.cat([_clamped(latents, dtype), _clamped(rope, rope_dtype).contiguous().view(dtype)], dim=-1)
+
+
+def _clamped(query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if query.dtype is dtype:
+        return query
+    most = torch.finfo(dtype).max
+    return query.float().clamp(-most, most).to(dtype)
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
@@ -18,13 +19,16 @@ from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import Problem, ReadArrays, Refs, Softmax
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.packed import Packed, scratch_type
-from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
-from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
+from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts
+from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.target import current
 from kvjax.spec import AttentionSpec
 
 _COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,  # rows are reduced within warps
 )
 
 
@@ -87,7 +91,7 @@ def _attend(
     pages: jax.Array,
     read: ReadArrays,
 ) -> tuple[jax.Array, jax.Array]:
-    spec, dtype = problem.spec, operand_dtype(problem.spec)
+    spec = problem.spec
     rows, parts = problem.num_seqs * problem.q_len * problem.num_heads, num_parts(problem, config)
     halves = WARPGROUPS, spec.head_size_v // WARPGROUPS
 
@@ -105,7 +109,7 @@ def _attend(
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
     kernel = decode_kernel(body, problem, config, out_type)
-    operand = _converted(query, dtype).reshape(rows, spec.head_size)
+    operand = _operand(query, spec).reshape(rows, spec.head_size)
     # A placeholder for an absent layer, which the kernel does not read.
     layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
     out, lse, partial, partial_lse, spans = kernel(
@@ -131,7 +135,7 @@ def run_decode(problem: Problem, config: MLAConfig, refs: Refs, shared: Sequence
         LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
         return
     tiles = Tiles.of(problem.spec, tuple(of_tiles))
-    LatentDecode(problem, config, refs, tiles, Packed(last, tiles)).run()
+    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, last, tiles)).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: MLAConfig, out_type: Any = ()) -> Kernel:
@@ -141,7 +145,7 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: MLAConfig
     kernel: Kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),
         out_type=out_type,
-        scratch_types=scratch_types(spec, operand_dtype(spec)) + packed,
+        scratch_types=scratch_types(spec) + packed,
         grid=(config.blocks, config.passes),
         grid_names=("block", "rows"),
         num_threads=WARPGROUPS,
@@ -149,6 +153,16 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: MLAConfig
         compiler_params=_COMPILER_PARAMS,
     )
     return kernel
+
+
+def _operand(query: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The query as the kernel copies it: rope parts of another dtype than latents have its bits."""
+    dtype, rope_dtype = operand_dtypes(spec)
+    if dtype == rope_dtype:
+        return _converted(query, dtype)
+    latents, rope = jnp.split(query, [spec.head_size_v], axis=-1)
+    rope = lax.bitcast_convert_type(_converted(rope, rope_dtype), dtype)
+    return jnp.concatenate([_converted(latents, dtype), rope], axis=-1)
 
 
 def _converted(query: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -6,18 +6,18 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.dtypes import KVCacheDType
+from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType
 from kvjax.kernels.attention.choice import BatchSizes, merge_config, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, Sequences
 from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
-from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
+from kvjax.kernels.mla.tiles import ROWS, TOKENS, operand_dtypes, shared_bytes
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
-DTYPES = frozenset({KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3})
+DTYPES = frozenset(MLA_KV_CACHE_DTYPES) - {KVCacheDType.FLOAT32}
 """Dtypes of caches that the kernel reads. XLA attends to caches of any other."""
 
 MAX_RANK = 512
@@ -69,8 +69,9 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
         return f"it takes rope keys of 0, 16, 32 or 64 elements; got qk_rope_head_dim={rope}"
     if spec.dtype.is_quantized and rank % (2 * HALVES):
         return f"it decodes latents of a multiple of {2 * HALVES} elements; got kv_lora_rank={rank}"
-    if spec.page_size_bytes % 16:
-        return f"it copies 16 bytes at once; got page_size_bytes={spec.page_size_bytes}"
+    for name in ("page_size_bytes", "bytes_per_token"):
+        if (size := getattr(spec, name)) % 16:
+            return f"it copies 16 bytes at once; got {name}={size}"
     packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
     if (needed := shared_bytes(spec) + packed) > target.shared_bytes:
         return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
@@ -84,8 +85,8 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
 
 
 def operand_dtype(spec: AttentionSpec) -> DType:
-    """The dtype of products: that of the tiles, to which queries are converted."""
-    return spec.dtype.exact_in or np.dtype(spec.storage_dtype)
+    """The dtype of queries: that of the tiles' latents. Those for rope keys of another have its bits."""
+    return operand_dtypes(spec)[0]
 
 
 def choose(problem: Problem, target: Target) -> MLAConfig:
