@@ -276,6 +276,9 @@ def test_calibration_refuses_samples_of_other_shapes_and_scales_of_heads():
     with pytest.warns(KVCacheWarning, match="the latents of layer 0 are all 0, so their scale is 1"):
         calibrate([spec], [[(0 * sample, 0 * sample[:, :64])]])
     [scales] = calibrate([spec_of("fp8_e4m3", (512, 0))], [[(sample, sample[:, :0])]])
+    for k_pe in (sample[:, :3], sample[:6, :0]):
+        with pytest.raises(KVCacheValueError, match=r", k_pe: got shape .*, expected \(7, 0\), the tokens of kv_c"):
+            calibrate([spec_of("fp8_e4m3", (512, 0))], [[(sample, k_pe)]])
     assert scales.k_scale == np.float32(1) / np.float32(448)
 
 

@@ -305,6 +305,9 @@ def attend_ragged(**changes: Any) -> None:
 
 VALUE, TYPE = KVCacheValueError, KVCacheTypeError
 
+with torch.inference_mode():
+    IN_INFERENCE = torch.zeros(5, 576)
+
 
 @pytest.mark.parametrize(
     ("run", "changes", "error", "message"),
@@ -333,6 +336,9 @@ VALUE, TYPE = KVCacheValueError, KVCacheTypeError
         (gather, {"dst": torch.zeros(5, 1).expand(5, 576)}, VALUE, "dst: got "),
         (gather, {"dst": torch.zeros(1000).as_strided((5, 576), (100, 1))}, VALUE, "dst: got strides"),
         (gather, {"src_cache": torch.zeros(())}, VALUE, "src_cache: got shape"),
+        (gather, {"src_cache": torch.zeros(2, 8, 576)}, TYPE, "src_cache: got dtype torch.float32, expected"),
+        (gather, {"src_cache": torch.zeros(2, 8, 1152).byte()[..., ::2]}, VALUE, "src_cache: got strides"),
+        (gather, {"dst": IN_INFERENCE}, VALUE, "dst: got a tensor of inference mode outside of it, expected one"),
         (gather, {"num_tokens": 6}, VALUE, "num_tokens: got 6, expected 0 to 5, the rows of dst"),
         (gather, {"num_tokens": 5.0}, TYPE, "num_tokens: got 5.0 of type float, expected an int"),
         (gather, {"cu_seq_lens": torch.tensor([0, 3])}, VALUE, "cu_seq_lens: got shape (2,), expected [num_seqs + 1=3"),

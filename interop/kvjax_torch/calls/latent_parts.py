@@ -51,7 +51,8 @@ def write_calls(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> l
             own, rows, part = _as_bytes(plan, x[: tensors.slot_mapping.shape[0]])
         else:
             part = _part(plan.cache, bool(is_rope), reads=False)
-            rows = x.chunk(2, dim=-1) if part.is_divided else (x, x)
+            first, last = x.chunk(2, dim=-1) if part.is_divided else (x, x)
+            rows = first, last
         _check_address(part, pages)
         given = tensors._replace(key=rows[0], value=rows[1], key_cache=pages, value_cache=pages)
         calls.append(writing.write_call(dataclasses.replace(own, cache=part.cache), given, unique_slots))
@@ -101,7 +102,7 @@ def _part(cache: CachePlan, is_rope: bool, *, reads: bool) -> Part:
     heads = 1
     if dtype is KVCacheDType.FP8_DS_MLA and reads:
         dtype, heads, part_size = KVCacheDType.FP8_PER_TOKEN_HEAD, part_size // unit, unit
-        widths = part_size, spec.parts[0].info.scale_dtype.itemsize
+        widths = dtype.info.row_bytes(part_size)
         rows = rows._replace(
             regions=tuple(
                 dataclasses.replace(region, head_stride=width, row_bytes=width)
