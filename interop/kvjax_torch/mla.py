@@ -70,7 +70,7 @@ def concat_and_cache_mla(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
-      UnsupportedError: likewise; and for CUDA tensors whose blocks are at odd addresses.
+      UnsupportedError: likewise; and for CUDA tensors with rope keys at odd addresses.
     """
     check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     torch.ops.kvjax.concat_and_cache_mla.default(

@@ -154,6 +154,6 @@ def _check_address(part: Part, pages: torch.Tensor) -> None:
     itemsize = part.cache.spec.array_dtype.itemsize
     if arrays.page_alignment(pages) % itemsize:
         raise UnsupportedError(
-            f"kv_cache: got blocks at addresses that {itemsize} does not divide, expected addresses of whole elements"
-            " of 16 bits on CUDA"
+            f"kv_cache: got {'rope keys' if part.is_rope else 'latents'} at addresses that {itemsize} does not divide,"
+            " expected on CUDA blocks and rows of a multiple of it"
         )
