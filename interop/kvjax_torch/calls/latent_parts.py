@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from kvjax import FullAttentionSpec, KVCacheDType, UnsupportedError, VScaleLayout
-from kvjax.quant import LEAST_NORMAL
 from kvjax_torch.arguments.plan import BlockRows, CachePlan, GatherPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.calls import arrays, gathering, writing
 from kvjax_torch.launch.running import Call
@@ -144,7 +143,7 @@ def encode_fp8_ds_mla(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = x.float().unflatten(-1, (-1, info.elements_per_scale or 1))
     amax = torch.where(blocks.isnan(), 0.0, blocks.abs()).amax(-1, keepdim=True)
     # By a tensor: torch multiplies by the reciprocal of a number.
-    scales = (amax / torch.full_like(amax, info.max)).clamp(min=float(LEAST_NORMAL))
+    scales = (amax / torch.full_like(amax, info.max)).clamp(min=torch.finfo(torch.float32).tiny)
     quotients = (blocks / scales).clamp(-info.max, info.max)
     codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(quotients.isnan(), _NAN, codes).flatten(-2), scales.squeeze(-1)
