@@ -133,12 +133,11 @@ class _Tensor(NamedTuple):
             return _checked(f"{what}, {self}", sample[self.kv_index], row)
         names, parts = self.spec.PART_NAMES, zip(self.spec.parts, sample, self.spec.part_sizes, strict=True)
         checked = [
-            (part, size, _checked(f"{what}, {self}", x, {name: size}) if size else x)
+            (part, size, _checked(f"{what}, {self}", x, {name: size}) if size else jnp.asarray(x))
             for name, (part, x, size) in zip(names, parts, strict=True)
         ]
         (_, _, kv_c), (_, rope, k_pe) = checked
-        if rope and k_pe.shape[:-1] != kv_c.shape[:-1]:
-            expected = (*kv_c.shape[:-1], rope)
+        if k_pe.shape != (expected := (*kv_c.shape[:-1], rope)):
             raise KVCacheValueError(
                 f"{what}, {self}, k_pe: got shape {k_pe.shape}, expected {expected}, the tokens of kv_c"
             )

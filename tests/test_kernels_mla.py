@@ -27,6 +27,7 @@ from kvjax.ops.route import Query, route
 CASES = [
     # dtype, sizes, block size, query tokens, heads, query dtype, window, cap
     ("bfloat16", (512, 64), 16, 1, 16, "bfloat16", None, None),
+    ("nvfp4", (256, 16), 16, 1, 3, "bfloat16", None, None),
     *(
         pytest.param(*case, marks=pytest.mark.full)
         for case in (
@@ -42,6 +43,12 @@ CASES = [
             ("fp8_e4m3", (512, 64), 1, 1, 16, "bfloat16", None, None),
             ("fp8_e4m3", (256, 32), 64, 3, 5, "float16", 70, 3.0),
             ("fp8_e4m3", (256, 0), 24, 8, 16, "bfloat16", None, None),
+            ("nvfp4_4over6", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("nvfp4", (256, 32), 8, 3, 5, "float16", 70, 3.0),
+            ("nvfp4", (512, 0), 24, 1, 16, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 32), 1, 2, 5, "float16", 70, 3.0),
+            ("fp8_ds_mla", (512, 0), 64, 1, 16, "bfloat16", None, None),
         )
     ),
 ]
@@ -60,7 +67,7 @@ def test_interpreted_parts_of_sequences_are_merged(config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256)])
+@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256), ("nvfp4", 256), ("fp8_ds_mla", 512)])
 def test_without_races(dtype, rank, monkeypatch):
     """In one thread block, with more tiles than slots, and sequences one after another."""
     monkeypatch.setattr(arrays, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
@@ -123,6 +130,10 @@ def test_the_operations_take_the_kernel():
         ("bfloat16", (256, 32), 1, 40, None),
         ("fp8_e4m3", (512, 64), 1, 64, None),
         ("fp8_e4m3", (512, 64), 8, 16, 1024),
+        ("nvfp4", (512, 64), 1, 64, None),
+        ("nvfp4_4over6", (512, 64), 8, 16, 1024),
+        ("fp8_ds_mla", (512, 64), 1, 64, None),
+        ("fp8_ds_mla", (512, 64), 8, 16, 1024),
     ],
 )
 def test_compiled(dtype, sizes, q_len, heads, window):
@@ -161,7 +172,9 @@ def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
     assert "dtype 'float32'" in why("float32")
     assert not why("fp8_e4m3", (256, 64))
     assert "got kv_lora_rank=384" in why("fp8_e4m3", (384, 64))
-    assert "dtype 'nvfp4'" in why("nvfp4")
+    assert not why("nvfp4")
+    assert not why("fp8_ds_mla")
+    assert "got bytes_per_token=392" in why("fp8_ds_mla", (256, 64))
     assert "got kv_lora_rank=640" in why(sizes=(640, 64))
     assert "got kv_lora_rank=192" in why(sizes=(192, 64))
     assert "got qk_rope_head_dim=48" in why(sizes=(512, 48))

@@ -179,7 +179,7 @@ def test_gradients_of_queries_are_those_of_dense_attention():
 @pytest.mark.parametrize("operation", ["write", "gather", "attend", "ragged"])
 def test_no_kernel_serves_latents(operation: str):
     """XLA does, on a GPU too; a kernel that is asked for is refused with the reason."""
-    problem = build(spec_of("fp8_ds_mla" if operation in ("write", "gather") else "float32"), [20])
+    problem = build(spec_of("float32"), [20])
     read = problem.block_table, problem.seq_lens
     q = queries(problem.spec, (1, 16), "bfloat16")
     one = np.array([0, 1], np.int32)
@@ -276,6 +276,9 @@ def test_calibration_refuses_samples_of_other_shapes_and_scales_of_heads():
     with pytest.warns(KVCacheWarning, match="the latents of layer 0 are all 0, so their scale is 1"):
         calibrate([spec], [[(0 * sample, 0 * sample[:, :64])]])
     [scales] = calibrate([spec_of("fp8_e4m3", (512, 0))], [[(sample, sample[:, :0])]])
+    for k_pe in (sample[:, :3], sample[:6, :0]):
+        with pytest.raises(KVCacheValueError, match=r", k_pe: got shape .*, expected \(7, 0\), the tokens of kv_c"):
+            calibrate([spec_of("fp8_e4m3", (512, 0))], [[(sample, k_pe)]])
     assert scales.k_scale == np.float32(1) / np.float32(448)
 
 

@@ -39,7 +39,7 @@ from kvjax_torch.arguments.latents import (  # noqa: E402
     latent_write_plan,
 )
 from kvjax_torch.arguments.plan import LatentQuery, SoftmaxOptions  # noqa: E402
-from kvjax_torch.calls import attending, choosing, gathering, writing  # noqa: E402
+from kvjax_torch.calls import attending, latent_parts  # noqa: E402
 from kvjax_torch.cuda import latents, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 
@@ -306,6 +306,9 @@ def attend_ragged(**changes: Any) -> None:
 
 VALUE, TYPE = KVCacheValueError, KVCacheTypeError
 
+with torch.inference_mode():
+    IN_INFERENCE = torch.zeros(5, 576)
+
 
 @pytest.mark.parametrize(
     ("run", "changes", "error", "message"),
@@ -334,6 +337,9 @@ VALUE, TYPE = KVCacheValueError, KVCacheTypeError
         (gather, {"dst": torch.zeros(5, 1).expand(5, 576)}, VALUE, "dst: got "),
         (gather, {"dst": torch.zeros(1000).as_strided((5, 576), (100, 1))}, VALUE, "dst: got strides"),
         (gather, {"src_cache": torch.zeros(())}, VALUE, "src_cache: got shape"),
+        (gather, {"src_cache": torch.zeros(2, 8, 576)}, TYPE, "src_cache: got dtype torch.float32, expected"),
+        (gather, {"src_cache": torch.zeros(2, 8, 1152).byte()[..., ::2]}, VALUE, "src_cache: got strides"),
+        (gather, {"dst": IN_INFERENCE}, VALUE, "dst: got a tensor of inference mode outside of it, expected one"),
         (gather, {"num_tokens": 6}, VALUE, "num_tokens: got 6, expected 0 to 5, the rows of dst"),
         (gather, {"num_tokens": 5.0}, TYPE, "num_tokens: got 5.0 of type float, expected an int"),
         (gather, {"cu_seq_lens": torch.tensor([0, 3])}, VALUE, "cu_seq_lens: got shape (2,), expected [num_seqs + 1=3"),
@@ -377,42 +383,65 @@ def test_checked_mode_refuses_values_out_of_range(run: Any, changes: dict[str, A
             run(**changes)
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "fp8_e4m3"])
-def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str):
-    """Those for keys and values, which serve latents and rope keys of one dtype on a GPU."""
-    spec = spec_of(name, (128, 16))
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(("fp8_e4m3", (128, 16)), ("nvfp4", (64, 16)), ("fp8_ds_mla", (256, 16)), ("float16", (32, 0))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                *((name, (128, 16)) for name in ("float32", "float16", "bfloat16", "fp8_ds_mla", "nvfp4_4over6")),
+                *(("nvfp4", (16, 0)), ("nvfp4", (48, 0)), ("fp8_ds_mla", (384, 0)), ("bfloat16", (17, 0))),
+            )
+        ),
+    ],
+)
+def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, sizes: tuple[int, int]):
+    """Those for keys and values, which serve latents and rope keys on a GPU."""
+    spec, width = spec_of(name, sizes), sum(sizes)
     rows, pages = [torch.from_numpy(x) for x in tokens_of(spec, len(SLOTS))], poisoned(spec)
     scale, slots = torch.tensor(0.01), torch.tensor(SLOTS)
     cache, read = cache_of(spec, pages, 48)
     plan, tensors = latent_write_plan(*rows, LatentPages(cache, name, scale), slots)
-    run_interpreted(writing.write_call(plan, tensors, False))
+    for call in latent_parts.write_calls(plan, tensors, False):
+        run_interpreted(call)
     expected, expect = cache_of(spec, pages)
     kvjax_torch.concat_and_cache_mla(*rows, expected, slots, name, scale)
     assert_same_bytes(read(), expect())
     table, bounds, starts = torch.tensor([[1, 0, 5], [3, -1, 9]]), torch.tensor([0, 3, 8]), torch.tensor([0, 6])
-    want = torch.zeros(9, 144)
+    want = torch.zeros(9, width)
     kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 9, name, scale, starts)
     for each in (cache, expected):  # with gaps, and without
-        into = GatheredRows(torch.zeros(9, 144), None, 9)
+        into = GatheredRows(torch.zeros(9, width), None, 9)
         gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
-        call = gathering.gather_call(gather_of, read_from)
-        run_interpreted(call)
-        got = torch.cat(call.tensors[-2:], dim=-1)[0, :, 0]
+        calls = latent_parts.gather_calls(gather_of, read_from)
+        for call in calls:
+            run_interpreted(call)
+        got = torch.cat(latent_parts.gathered(gather_of, calls), dim=-1)[0, :, 0]
         assert_same_bytes(got.numpy(), want.numpy())
 
 
-@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4"])
-def test_what_has_no_kernel_is_refused_with_what_serves_it(name: str):
-    spec = spec_of(name)
+def test_rope_keys_at_odd_addresses_are_refused_by_kernels():
+    spec = spec_of("nvfp4", (48, 2))  # whose rows are 31 bytes
     cache, _ = cache_of(spec, poisoned(spec))
     rows = [torch.from_numpy(x) for x in tokens_of(spec, 3)]
-    plan, tensors = latent_write_plan(*rows, LatentPages(cache, name, torch.tensor(1.0)), torch.arange(3))
-    with pytest.raises(
-        UnsupportedError, match=rf"^got latents \(MLA\) of '{name}' .* expected float32, .*; JAX serves"
-    ):
-        writing.write_call(plan, tensors, False)
-    with pytest.raises(UnsupportedError, match=r"or CPU tensors"):
-        choosing.check_has_kernels(spec)
+    plan, tensors = latent_write_plan(*rows, LatentPages(cache, "nvfp4", torch.tensor(1.0)), torch.arange(3))
+    with pytest.raises(UnsupportedError, match="kv_cache: got rope keys at addresses that 2 does not divide"):
+        latent_parts.write_calls(plan, tensors, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_blocks_that_torch_encodes_have_jaxs_bytes(dtype: torch.dtype):
+    """NaN, infinities, zeros and subnormal numbers included."""
+    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-32, 32)[:, None]
+    rows[0, :8] = torch.tensor([0.0, -0.0, 448.0, -448.0, 1e-40, -1e-40, 1e-45, torch.nan])
+    rows[1], rows[2, 5], rows[3, 200], rows[4, :128] = 0, torch.inf, -torch.inf, 1e-40
+    rows[5], rows[6], rows[7, 0] = torch.nan, rows[6] * 1e-38, -torch.tensor(torch.nan)
+    rows = rows.to(dtype)
+    codes, scales = latent_parts.encode_fp8_ds_mla(rows)
+    want_codes, want_scales = kvjax.quant.encode_fp8_ds_mla(kvjax_torch.to_jax(rows))
+    assert_same_bytes(codes.numpy(), np.asarray(want_codes).view(np.uint8))
+    assert_same_bytes(scales.numpy(), np.asarray(want_scales))
 
 
 def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:
@@ -429,6 +458,8 @@ def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:
         ("bfloat16", (128, 16), None),
         pytest.param("float16", (256, 0), 70, marks=pytest.mark.full),
         pytest.param("fp8_e4m3", (256, 16), None, marks=pytest.mark.full),
+        pytest.param("nvfp4", (256, 16), None, marks=pytest.mark.full),
+        pytest.param("fp8_ds_mla", (512, 16), 70, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -462,7 +493,7 @@ def test_a_kind_has_one_decode_kernel_whatever_the_batch():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "fp8_e4m3", "float32"])
+@pytest.mark.parametrize("name", NAMES)
 def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str):
     """By the kernel, but for float32; and what torch writes and gathers there has the bytes of CPU tensors."""
     problem = build(spec_of(name, block_size=64), (3000, 1, 0, 777, 64))
@@ -484,7 +515,7 @@ def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str):
     rows, slots = [tensor_of(x) for x in tokens_of(problem.spec, 9, ml_dtypes.bfloat16)], torch.tensor(SLOTS)
     results = []
     for device in ("cpu", "cuda"):
-        cache = torch.zeros(4, 64, 576).to(call["kv_cache"].dtype).to(device)
+        cache = torch.zeros_like(call["kv_cache"][:4], device=device)
         kvjax_torch.concat_and_cache_mla(*(x.to(device) for x in rows), cache, slots.to(device), name, 0.01)
         dst = torch.zeros(5, 576, dtype=torch.bfloat16, device=device)
         table, bounds = (torch.tensor(x, device=device) for x in ([[0, 1], [3, 9]], [0, 2, 5]))

@@ -70,7 +70,7 @@ def concat_and_cache_mla(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
-      UnsupportedError: likewise; and for CUDA tensors of fp8_ds_mla and NVFP4, and without rope keys.
+      UnsupportedError: likewise; and for CUDA tensors with rope keys at odd addresses.
     """
     check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     torch.ops.kvjax.concat_and_cache_mla.default(
@@ -187,7 +187,7 @@ def mla_paged_attention(
     with the softmax's weights. `torch.ops.kvjax.mla_paged_attention` is the same operation with the scale as a tensor,
     and always returns both results; `mla_paged_attention_out` takes `out` first and returns the log-sum-exp. None has a
     gradient. On Hopper the kernel of `kvjax.mla_paged_attention` runs on torch's current stream, for a float16 or
-    bfloat16 query and caches of float16, bfloat16 and fp8 (docs/kernels.md has its limits); the first call of a kind
+    bfloat16 query and caches of all dtypes but float32 (docs/kernels.md has its limits); the first call of a kind
     compiles for batches of every size. Otherwise the sequences are gathered in float32 first.
 
     Args:

@@ -22,7 +22,7 @@ from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
 from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
-from kvjax.kernels.mla.problem import operand_dtype as mla_operand_dtype
+from kvjax.kernels.mla.tiles import operand_dtypes as mla_operand_dtypes
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
 from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
 from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
@@ -69,7 +69,7 @@ __all__ = [
     "attention_passes",
     "gather_kernel",
     "mla_kernels",
-    "mla_operand_dtype",
+    "mla_operand_dtypes",
     "packed",
     "placement_kernel",
     "prompt_gather_kernel",

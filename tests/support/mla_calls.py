@@ -78,13 +78,13 @@ def check(
         passes = -(-q_len * heads // 64)
         config = MLAConfig(132 if on_gpu else 2, passes, part=8 if invariant else None)
     spec = spec_of(dtype, sizes, block_size)
-    if config is None:
-        call = dataclasses.replace(mla.problem._plain(spec, q_len * heads), batch_invariant=invariant)
-        config = mla.problem.few_config(call, Target(), 132 if on_gpu else 2)
-        assert config is not None
     problem = build(spec, lengths, None if window is None else window + q_len - 1)
     q = queries(spec, (len(lengths), q_len, heads), query_dtype)
     with contextlib.nullcontext() if on_gpu else interpret_mode():
+        if config is None:
+            call = dataclasses.replace(mla.problem._plain(spec, q_len * heads), batch_invariant=invariant)
+            config = mla.problem.few_config(call, Target(), 132 if on_gpu else 2)
+            assert config is not None
         out, lse = attend(problem, q, Softmax(SM_SCALE, window, cap, invariant), config)
         is_few = not isinstance(config, MLAConfig)
         assert_near(problem, q, out, lse, is_few=is_few, window=window, cap=cap)

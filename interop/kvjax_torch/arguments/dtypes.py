@@ -67,8 +67,10 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
     return dtype
 
 
-def resolve_latent_dtype(kv_cache_dtype: str | KVCacheDType, kv_cache: torch.dtype) -> KVCacheDType:
-    """The dtype that `kv_cache_dtype` names for a cache tensor of latents (MLA); "auto" is the tensor's own.
+def resolve_latent_dtype(
+    kv_cache_dtype: str | KVCacheDType, kv_cache: torch.dtype, name: str = "kv_cache"
+) -> KVCacheDType:
+    """The dtype that `kv_cache_dtype` names for a tensor of latents (MLA), the argument `name`; "auto" is its own.
 
     Raises:
       KVCacheValueError: an unknown name, one that latents cannot have, or "auto" for bytes.
@@ -88,7 +90,7 @@ def resolve_latent_dtype(kv_cache_dtype: str | KVCacheDType, kv_cache: torch.dty
         raise KVCacheValueError(f"kv_cache_dtype: got {dtype.value!r}, expected one of {names} for latents (MLA)")
     if kv_cache not in (accepted := _latent_storage(dtype)):
         raise KVCacheTypeError(
-            f"kv_cache: got dtype {kv_cache}, expected {' or '.join(map(str, accepted))} for kv_cache_dtype"
+            f"{name}: got dtype {kv_cache}, expected {' or '.join(map(str, accepted))} for kv_cache_dtype"
             f" {dtype.value!r}"
         )
     return dtype

@@ -107,7 +107,7 @@ def latent_gather_plan(
     dst, token_to_seq, num_tokens = rows
     given = {"dst": dst, "block_table": block_table, "cu_seq_lens": cu_seq_lens, "scale": scale}
     given |= {name: x for name, x in (("token_to_seq", token_to_seq), ("seq_starts", starts)) if x is not None}
-    _check_devices(kv_cache, **given)
+    check_same_device("src_cache", kv_cache, given)
     check_index("block_table", (block_table.dtype, block_table.ndim), ("num_seqs", "max_blocks"))
     num_seqs = block_table.shape[0]
     _check_lengths("cu_seq_lens", cu_seq_lens, ("num_seqs + 1", num_seqs + 1))
@@ -124,14 +124,19 @@ def latent_gather_plan(
         raise KVCacheValueError(f"num_tokens: got {num_tokens}, expected 0 to {dst.shape[0]}, the rows of dst")
     if dst.shape[0] > 1 and dst.stride(0) < dst.shape[1]:
         raise KVCacheValueError(f"dst: got strides {dst.stride()}, expected rows that do not overlap")
+    if dst.is_inference() and not torch.is_inference_mode_enabled():
+        raise KVCacheValueError(
+            "dst: got a tensor of inference mode outside of it, expected one that may be written in place: make it"
+            " outside torch.inference_mode(), or call inside"
+        )
     for name, read in {"src_cache": kv_cache, **given}.items():
         if name != "dst" and share_memory(dst, read):
             raise KVCacheValueError(f"dst: got memory that overlaps that of {name}, expected memory of its own")
     if kv_cache.ndim != 3:
         raise KVCacheValueError(f"src_cache: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size, row]")
-    dtype = resolve_latent_dtype(kv_cache_dtype, kv_cache.dtype)
+    dtype = resolve_latent_dtype(kv_cache_dtype, kv_cache.dtype, "src_cache")
     sizes = _sizes_of(dtype, kv_cache.shape[-1] * kv_cache.element_size(), dst.shape[1])
-    cache = _checked_cache(pages, sizes)
+    cache = _checked_cache(pages, sizes, "src_cache")
     if kvjax.is_checked():
         _check_ranges(block_table, cu_seq_lens, starts, num_tokens, (kv_cache.shape[0], cache.spec.block_size))
     table = _slots_of_rows(rows, block_table, cu_seq_lens, starts, (kv_cache.shape[0], cache.spec.block_size))
@@ -252,21 +257,21 @@ def _plan_of_query(
 
 
 @functools.lru_cache(maxsize=1024)
-def latent_cache(kv_cache: Facts, dtype: KVCacheDType, sizes: tuple[int, int]) -> CachePlan:
-    """The plan of a cache of latents and rope keys of `sizes` elements.
+def latent_cache(kv_cache: Facts, dtype: KVCacheDType, sizes: tuple[int, int], name: str = "kv_cache") -> CachePlan:
+    """The plan of a cache of latents and rope keys of `sizes` elements, the argument `name`.
 
     Raises:
       KVCacheValueError: another shape, or rows of a block that are not side by side.
     """
     if len(kv_cache.shape) != 3 or not kv_cache.shape[0]:
         raise KVCacheValueError(
-            f"kv_cache: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size, row] of at least one block"
+            f"{name}: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size, row] of at least one block"
         )
     num_blocks, block_size, row = kv_cache.shape
     spec, itemsize = MLAAttentionSpec(block_size, *sizes, dtype=dtype), kv_cache.dtype.itemsize
     if row * itemsize != spec.bytes_per_token:
         raise KVCacheValueError(
-            f"kv_cache: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size,"
+            f"{name}: got shape {tuple(kv_cache.shape)}, expected [num_blocks, block_size,"
             f" {spec.bytes_per_token // itemsize}] for kv_lora_rank={sizes[0]} and qk_rope_head_dim={sizes[1]} in"
             f" {dtype.value!r}"
         )
@@ -274,7 +279,7 @@ def latent_cache(kv_cache: Facts, dtype: KVCacheDType, sizes: tuple[int, int]) -
     is_dense = stride == 1 and (token_stride == row or block_size == 1)
     if not is_dense or (num_blocks > 1 and block_stride < block_size * row):
         raise KVCacheValueError(
-            f"kv_cache: got strides {kv_cache.strides}, expected (at least {block_size * row}, {row}, 1): the rows of a"
+            f"{name}: got strides {kv_cache.strides}, expected (at least {block_size * row}, {row}, 1): the rows of a"
             " block side by side"
         )
     latents, rope_keys = spec.regions
@@ -286,11 +291,12 @@ def latent_cache(kv_cache: Facts, dtype: KVCacheDType, sizes: tuple[int, int]) -
     return CachePlan(spec, keys, values)
 
 
-def _checked_cache(pages: LatentPages, sizes: tuple[int, int]) -> CachePlan:
+def _checked_cache(pages: LatentPages, sizes: tuple[int, int], name: str = "kv_cache") -> CachePlan:
     """The plan of a cache whose address and scale are checked too."""
     kv_cache, kv_cache_dtype, scale = pages
-    cache = latent_cache(Facts.of(kv_cache), resolve_latent_dtype(kv_cache_dtype, kv_cache.dtype), sizes)
-    check_addresses({"kv_cache": kv_cache})
+    dtype = resolve_latent_dtype(kv_cache_dtype, kv_cache.dtype, name)
+    cache = latent_cache(Facts.of(kv_cache), dtype, sizes, name)
+    check_addresses({name: kv_cache})
     if scale.dtype is not torch.float32:
         raise KVCacheTypeError(f"scale: got dtype {scale.dtype}, expected torch.float32")
     if scale.numel() != 1:

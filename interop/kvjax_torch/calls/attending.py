@@ -180,14 +180,27 @@ def _rows(key_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
 
 
 def _operand(query: torch.Tensor, spec: AttentionSpec, decode: kernels.AnyCount) -> torch.Tensor:
-    """The query as the kernel reads it: over latents contiguous and of the dtype it takes, clamped to its range."""
+    """The query as the kernel reads it: over latents contiguous, in its own dtype or in that of products.
+
+    Rope parts of another dtype than latents have its bits.
+    """
     if not spec.is_mla:
         return query
-    dtype = torch_dtype(next(each.array.dtype for each in decode.arguments if each.name == "query"))
-    if query.dtype is not dtype:
-        most = torch.finfo(dtype).max
-        query = query.float().clamp(-most, most).to(dtype)
-    return query.contiguous()
+    read = next(each.array for each in decode.arguments if each.name == "query")
+    if len(read.shape) == 1:
+        return query.contiguous()
+    dtype, rope_dtype = map(torch_dtype, kernels.mla_operand_dtypes(spec))
+    if dtype is rope_dtype:
+        return _clamped(query, dtype).contiguous()
+    latents, rope = query.split(spec.part_sizes, dim=-1)
+    return torch.cat([_clamped(latents, dtype), _clamped(rope, rope_dtype).contiguous().view(dtype)], dim=-1)
+
+
+def _clamped(query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if query.dtype is dtype:
+        return query
+    most = torch.finfo(dtype).max
+    return query.float().clamp(-most, most).to(dtype)
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvjax import AttentionSpec, UnsupportedError, kernels
+from kvjax import AttentionSpec, kernels
 
 one_at_a_time = threading.Lock()
 """Held by calls that choose a kernel, so that threads that make the same first call choose the same one."""
@@ -37,13 +37,3 @@ def int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
     if indices.dtype is not torch.int32:
         indices = indices.clamp(least, most).to(torch.int32)
     return indices if indices.stride(-1) == 1 else indices.contiguous()
-
-
-def check_has_kernels(spec: AttentionSpec) -> None:
-    """Raises `UnsupportedError` for rows that no write and no gather has a kernel for."""
-    if spec.is_mla:  # others are those of keys and values
-        raise UnsupportedError(
-            f"got latents (MLA) of {spec.dtype.value!r} with qk_rope_head_dim={spec.part_sizes[1]} on a GPU, expected"
-            " float32, float16, bfloat16 or fp8_e4m3 with rope keys, or CPU tensors; JAX serves the others, in a"
-            " KVCache of its own"
-        )

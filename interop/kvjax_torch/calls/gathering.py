@@ -25,7 +25,6 @@ def gather_call(plan: GatherPlan, tensors: ReadTensors) -> Call:
     """The kernel call of a `gather_kv` call that `plan` describes; the last two tensors are its results."""
     key_cache, value_cache, block_table, seq_lens, _, _ = tensors
     spec, last_block = plan.cache.spec, tensors.num_blocks - 1
-    choosing.check_has_kernels(plan.cache.spec)
     num_seqs, max_blocks = block_table.shape
     max_len = max_blocks * spec.block_size
     keys, values = (

@@ -71,7 +71,6 @@ class _RotatedInputs(NamedTuple):
 
 def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rotated: _RotatedInputs | None) -> Call:
     _, _, key_cache, value_cache, slot_mapping, _, _ = tensors
-    choosing.check_has_kernels(plan.cache.spec)
     num_tokens = slot_mapping.shape[0]
     (key, key_alignment), (value, value_alignment) = (runs(x, num_tokens) for x in (tensors.key, tensors.value))
     scales = plan.cache.scale_tensors(tensors)

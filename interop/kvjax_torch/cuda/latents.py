@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
-from kvjax_torch.calls import choosing, writing
+from kvjax_torch.calls import choosing, latent_parts
 from kvjax_torch.cuda import reads
 from kvjax_torch.launch import running
 
@@ -16,15 +16,12 @@ WORD_BYTES = 4
 
 
 def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
-    """`concat_and_cache_mla` of CUDA tensors that `plan` describes.
-
-    Raises:
-      UnsupportedError: no kernel writes such latents.
-    """
+    """`concat_and_cache_mla` of CUDA tensors that `plan` describes."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        call = writing.write_call(plan, tensors, unique_slots)
-    running.run(call)
+        calls = latent_parts.write_calls(plan, tensors, unique_slots)
+    for call in calls:
+        running.run(call)
 
 
 def attend(

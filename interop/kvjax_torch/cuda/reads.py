@@ -9,7 +9,7 @@ import torch
 
 from kvjax import UnsupportedError, kernels
 from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors
-from kvjax_torch.calls import arrays, attending, choosing, gathering
+from kvjax_torch.calls import arrays, attending, choosing, latent_parts
 from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
 
@@ -18,10 +18,10 @@ def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.
     """`gather_kv` of CUDA tensors that `plan` describes."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        call = gathering.gather_call(plan, tensors)
-    running.run(call)
-    keys, values = call.tensors[-2:]
-    return keys, values
+        calls = latent_parts.gather_calls(plan, tensors)
+    for call in calls:
+        running.run(call)
+    return latent_parts.gathered(plan, calls)
 
 
 def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequence[attending.AttentionPart]:

@@ -57,6 +57,9 @@ _CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
 CONVERTED_FACTOR = 2.0**-8
 """Factor of these words relative to the others."""
 
+E2M1_FACTOR = 2.0**6
+"""Factor of elements that `e2m1_in_order` decodes."""
+
 DECODED = frozenset(
     {
         *(KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16),
@@ -172,7 +175,7 @@ class Format:
             case KVCacheDType.NVFP4 if self.converts_e2m1:
                 codes = range(min(unit_bytes, 4))
                 return [
-                    _scaled(_converted(word, byte), scales[4 * index // self.block_bytes])
+                    scaled(_converted(word, byte), scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
                     for byte in codes
                 ]
@@ -181,9 +184,9 @@ class Format:
                     [half] = words
                     [scale] = scales
                     both = half | (half & 0xFFF0) << 12
-                    return [_scaled(_from_e2m1(both, code), scale) for code in (0, 2)]
+                    return [scaled(_from_e2m1(both, code), scale) for code in (0, 2)]
                 return [
-                    _scaled(pair, scales[4 * index // self.block_bytes])
+                    scaled(pair, scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
                     for pair in (
                         _converted_e2m1(word)
@@ -214,9 +217,9 @@ class Format:
                 lower, upper = jnp.uint32(0x0F0F), jnp.uint32(0xF0F0)
                 even = word & lower | word >> 12 & upper
                 odd = word >> 4 & lower | word >> 16 & upper
-                return [_scaled(_converted(codes, byte), scale) for byte in range(2) for codes in (even, odd)]
+                return [scaled(_converted(codes, byte), scale) for byte in range(2) for codes in (even, odd)]
             case KVCacheDType.NVFP4 if scale is not None:
-                return [_scaled(_from_e2m1(word, i), scale) for i in range(4)]
+                return [scaled(_from_e2m1(word, i), scale) for i in range(4)]
             case KVCacheDType.FP8_E4M3:
                 in_order = lanes.permute(word, word, 0x3120)
                 return [from_e4m3(in_order, half) for half in range(2)]
@@ -320,9 +323,21 @@ def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
 
     As e4m3, which has the fields of e2m1 two bits further up and a bias larger by 6, and from there by an instruction.
     """
+    return [from_e4m3(codes, half) for codes in _e2m1_as_e4m3(word) for half in range(2)]
+
+
+def e2m1_in_order(word: jax.Array) -> list[jax.Array]:
+    """A word's eight e2m1 codes as four pairs of float16 in their order, divided by `E2M1_FACTOR`."""
+    even, odd = _e2m1_as_e4m3(word)
+    in_order = [lanes.permute(even, odd, selector) for selector in (0x5140, 0x7362)]
+    return [from_e4m3(codes, half) for codes in in_order for half in range(2)]
+
+
+def _e2m1_as_e4m3(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The even and the odd codes of a word, a byte each."""
     even = (word << 2) & jnp.uint32(0x1C1C1C1C) | (word << 4) & jnp.uint32(0x80808080)
     odd = (word >> 2) & jnp.uint32(0x1C1C1C1C) | word & jnp.uint32(0x80808080)
-    return [from_e4m3(codes, half) for codes in (even, odd) for half in range(2)]
+    return even, odd
 
 
 def _converted(word: jax.Array, byte: int) -> jax.Array:
@@ -339,7 +354,9 @@ def _converted(word: jax.Array, byte: int) -> jax.Array:
     return lanes.asm(code, model, word, results=[jnp.uint32])[0]
 
 
-def _scaled(pair: jax.Array, scale: jax.Array) -> jax.Array:
+def scaled(pair: jax.Array, scale: jax.Array) -> jax.Array:
+    """The products of two float16 pairs."""
+
     def model(x: jax.Array, y: jax.Array) -> list[jax.Array]:
         product = lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32) * lax.bitcast_convert_type(
             y, jnp.float16

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
-from kvjax.kernels.attention.formats import Format
+from kvjax.kernels.attention.formats import DECODED, Format
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.memory import Number, PageMemory, RowScaleMemory
 from kvjax.spec import AttentionSpec
@@ -220,11 +220,13 @@ class Problem:
     def weight_dtype(self) -> DType | None:
         """What weights are rounded to, where results make up for that of a row's largest one.
 
-        None for latents, and where values have a scale of their token: weights are then multiplied by it first.
+        None where values have a scale of their token: weights are then multiplied by it first.
         """
-        if self.spec.is_mla or self.value_format.has_row_scales:
+        values = (self.spec.parts[0] if self.spec.is_mla else self.spec.dtype.parts[1]).byte_format
+        if values not in DECODED:  # latents of `FP8_DS_MLA`, whose runs of dims have scales of the token
             return None
-        return self.value_format.operand
+        fmt = Format.of(values)
+        return None if fmt.has_row_scales else fmt.operand
 
     @property
     def sums(self) -> int:

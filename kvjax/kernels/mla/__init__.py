@@ -19,5 +19,4 @@ from __future__ import annotations
 from kvjax.kernels.mla.arrays import decode as decode
 from kvjax.kernels.mla.problem import MLAConfig as MLAConfig
 from kvjax.kernels.mla.problem import choose as choose
-from kvjax.kernels.mla.problem import operand_dtype as operand_dtype
 from kvjax.kernels.mla.problem import why_not as why_not

@@ -44,7 +44,7 @@ class AnyLatentBatch(AnyBatch):
         decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge=MERGE_OF_MANY))
         workspace = (
             jax.ShapeDtypeStruct((parts * rank,), jnp.float32),
-            jax.ShapeDtypeStruct((parts * 2,), jnp.float32),
+            jax.ShapeDtypeStruct((parts * problem.sums,), jnp.float32),
             jax.ShapeDtypeStruct((2 * num_seqs,), jnp.int32),
         )
         return decode, merge_of_any_count(self.problem, config), workspace
@@ -62,7 +62,7 @@ def _decode_of_any_count(problem: Problem, config: Config) -> AnyCount:
     row, of_query, sums = (
         rows_shape(problem, config, 1)[1:],
         () if is_few else (spec.head_size,),
-        () if is_few else (2,),
+        () if is_few else (problem.sums,),
     )
     results = {
         "out": jax.ShapeDtypeStruct((ANY_LENGTH, *row), problem.query_dtype),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
@@ -21,8 +22,8 @@ from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
 from kvjax.kernels.mla.packed import Packed, scratch_type
-from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts, operand_dtype
-from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, scratch_types
+from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts
+from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import current
 from kvjax.spec import AttentionSpec
@@ -30,7 +31,10 @@ from kvjax.spec import AttentionSpec
 type Config = MLAConfig | DecodeConfig
 
 _COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,  # rows are reduced within warps
 )
 
 
@@ -107,12 +111,13 @@ def _attend(
         jax.ShapeDtypeStruct(rows_shape(problem, config, rows), query.dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         jax.ShapeDtypeStruct(rows_shape(problem, config, parts), jnp.float32),
-        jax.ShapeDtypeStruct((2 * parts,) if isinstance(config, DecodeConfig) else (parts, 2), jnp.float32),
+        jax.ShapeDtypeStruct(
+            (problem.sums * parts,) if isinstance(config, DecodeConfig) else (parts, problem.sums), jnp.float32
+        ),
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )
     kernel = decode_kernel(body, problem, config, out_type)
-    operand = _converted(query, read_dtype(problem, config))
-    operand = operand.reshape(-1) if isinstance(config, DecodeConfig) else operand.reshape(rows, spec.head_size)
+    operand = query.reshape(-1) if isinstance(config, DecodeConfig) else _operand(query, spec).reshape(rows, -1)
     # A placeholder for an absent layer, which the kernel does not read.
     layer = read.seq_lens if read.layer is None else read.layer.reshape(1)
     out, lse, partial, partial_lse, spans = kernel(
@@ -139,7 +144,7 @@ def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Any, ...
 
 def read_dtype(problem: Problem, config: Config) -> DType:
     """The dtype of the query as a kernel reads it."""
-    return np.dtype(problem.query_dtype) if isinstance(config, DecodeConfig) else operand_dtype(problem.spec)
+    return np.dtype(problem.query_dtype) if isinstance(config, DecodeConfig) else operand_dtypes(problem.spec)[0]
 
 
 def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Ref]) -> None:
@@ -153,7 +158,7 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
         return
     tiles = Tiles.of(problem.spec, tuple(of_tiles))
-    LatentDecode(problem, config, refs, tiles, Packed(last, tiles)).run()
+    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, last, tiles)).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: Any = ()) -> Kernel:
@@ -166,7 +171,7 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, o
         grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
     else:
         packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
-        shared = scratch_types(spec, operand_dtype(spec)) + packed
+        shared = scratch_types(spec) + packed
         grid, warpgroups = {"block": config.blocks, "rows": config.passes}, WARPGROUPS
     kernel: Kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),
@@ -179,6 +184,16 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, o
         compiler_params=compat.COMPILER_PARAMS if is_few else _COMPILER_PARAMS,
     )
     return kernel
+
+
+def _operand(query: jax.Array, spec: AttentionSpec) -> jax.Array:
+    """The query as the second kernel copies it: rope parts of another dtype than latents have its bits."""
+    dtype, rope_dtype = operand_dtypes(spec)
+    if dtype == rope_dtype:
+        return _converted(query, dtype)
+    latents, rope = jnp.split(query, [spec.head_size_v], axis=-1)
+    rope = lax.bitcast_convert_type(_converted(rope, rope_dtype), dtype)
+    return jnp.concatenate([_converted(latents, dtype), rope], axis=-1)
 
 
 def _converted(query: jax.Array, dtype: DType) -> jax.Array:

@@ -56,7 +56,7 @@ class LatentDecode:
       refs: the references. `query` is `[num_seqs * rows, head_size]`, `pages` `[num_pages, page_elements]`, `out` and
         `partial` are `[rows, 2, kv_lora_rank / 2]`, `partial_lse` is `[rows, 2]`; all others are one-dimensional.
       tiles: shared memory.
-      packed: the bytes of fp8 tiles, or None.
+      packed: the bytes of quantized tiles, or None.
     """
 
     problem: Problem
@@ -183,8 +183,8 @@ class LatentDecode:
                 self.packed.copy(tile & (SLOTS - 1), number, source)
 
     def scale(self) -> Scalar:
-        """The layer's scale, by which logits and results are multiplied; 1 where elements are not quantized."""
-        return np.float32(1) if self.packed is None else self.refs.k_scale[0]
+        """The layer's scale, by which logits and results are multiplied; 1 for dtypes without."""
+        return self.refs.k_scale[0] if self.problem.spec.dtype.takes_scale else np.float32(1)
 
     def attend_to_tile(self, segment: Segment, tile: Scalar, state: Carry) -> Carry:
         """One tile: logits, weights, and the weighted latents that are the warpgroup's."""
@@ -192,10 +192,14 @@ class LatentDecode:
         slot = self.slot(tile)
         problem, shape = self.problem, (ROWS, TOKENS)
         pairs = list(zip(self.tiles.matrices(0), self.tiles.matrices(slot + 1), strict=True))
-        logits = warpgroups.sum_of_products(pairs)
-        logits = capped(
-            logits * (np.float32(problem.sm_scale * LOG2_E) * self.scale()), problem.logits_soft_cap, jnp.exp2
-        )
+        scale = np.float32(problem.sm_scale * LOG2_E)
+        if problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or self.tiles.rope is None:
+            logits = warpgroups.sum_of_products(pairs) * (scale * self.scale())
+        else:  # the scale is of latents alone: to what they add up to in registers, rope keys are added
+            *latents, rope = pairs
+            logits = warpgroups.sum_of_products(latents) * self.scale()
+            logits = warpgroups.product(*rope, lambda: None, logits, transposed=True) * scale
+        logits = capped(logits, problem.logits_soft_cap, jnp.exp2)
         logits = logits + lax.broadcast_in_dim(self.tiles.load_bias(tile), shape, [1])
         if problem.q_len > 1:
             logits = self.masked(segment, tile, logits)
@@ -249,12 +253,15 @@ class LatentDecode:
 
         @pl.when(~whole)
         def store_part() -> None:
-            store(self.refs.partial.at[:, warpgroup], acc if self.packed is None else acc * self.scale(), part)
+            store(self.refs.partial.at[:, warpgroup], acc * self.scale(), part)
 
             @pl.when(warpgroup == 0)
             def store_sums() -> None:
                 store(self.refs.partial_lse.at[:, 0], largest, part)
                 store(self.refs.partial_lse.at[:, 1], total, part)
+                if self.problem.sums > 2:
+                    # The largest weight is a power of two, which is not rounded.
+                    store(self.refs.partial_lse.at[:, 2], largest - margin(self.tiles.latents.dtype), part)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Stores the range of thread blocks that have parts of a sequence."""

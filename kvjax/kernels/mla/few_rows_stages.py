@@ -201,8 +201,8 @@ def query_registers(problem: Problem, shares: int) -> tuple[int, int]:
 
 
 def state_registers(problem: Problem, shares: int) -> int:
-    """Registers of a warp's state: largest logits, totals and output."""
-    return problem.tiles * (4 + 4 * (problem.spec.part_sizes[0] // shares // STEP))
+    """Registers of a warp's state: sums and output."""
+    return problem.tiles * (2 * problem.sums + 4 * (problem.spec.part_sizes[0] // shares // STEP))
 
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int, int]:

@@ -10,9 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from kvjax.dtypes import KVCacheDType
+from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import DType
 from kvjax.kernels.attention.choice import BatchSizes, array_memory, merge_config, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES, Sequences
@@ -23,8 +22,8 @@ from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
-DTYPES = frozenset({KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3})
-"""Dtypes of caches that the kernel for any number of rows reads. XLA attends to caches of any other."""
+DTYPES = frozenset(MLA_KV_CACHE_DTYPES) - {KVCacheDType.FLOAT32}
+"""Dtypes of caches that the kernels read. XLA attends to caches of any other."""
 
 FEW_ROWS = 32
 """Query rows of a sequence up to which the kernel for few rows serves: of more, its output fills no fewer registers
@@ -127,8 +126,9 @@ def why_not_many(spec: AttentionSpec, target: Target) -> str | None:
         return reason
     if spec.dtype.is_quantized and rank % (2 * HALVES):
         return f"it decodes latents of a multiple of {2 * HALVES} elements; got kv_lora_rank={rank}"
-    if spec.page_size_bytes % 16:
-        return f"it copies 16 bytes at once; got page_size_bytes={spec.page_size_bytes}"
+    for name in ("page_size_bytes", "bytes_per_token"):
+        if (size := getattr(spec, name)) % 16:
+            return f"it copies 16 bytes at once; got {name}={size}"
     packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
     if (needed := shared_bytes(spec) + packed) > target.shared_bytes:
         return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
@@ -142,11 +142,6 @@ def _why_not_sizes(spec: AttentionSpec) -> str | None:
     if rope not in (0, 16, 32, 64):
         return f"it takes rope keys of 0, 16, 32 or 64 elements; got qk_rope_head_dim={rope}"
     return None
-
-
-def operand_dtype(spec: AttentionSpec) -> DType:
-    """The dtype of products: that of the tiles, to which queries are converted."""
-    return spec.dtype.exact_in or np.dtype(spec.storage_dtype)
 
 
 def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:

@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import DTypeLike, Ref, Scalar
+from kvjax.kernels.aliases import DType, Ref, Scalar
 from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
 
@@ -48,7 +49,8 @@ BIASES = 4
 
 def shared_bytes(spec: AttentionSpec) -> int:
     """Bytes of shared memory of a thread block, without those of `Packed`."""
-    return (1 + num_slots(spec)) * ROWS * spec.head_size * tiles.ITEMSIZE + BIASES * TOKENS * 4 + 1024
+    row_bytes = (size * tiles.ITEMSIZE for size in spec.part_sizes)  # a multiple of 32, so that tiles are aligned
+    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + BIASES * TOKENS * 4
 
 
 def num_slots(spec: AttentionSpec) -> int:
@@ -56,17 +58,30 @@ def num_slots(spec: AttentionSpec) -> int:
     return 1 if spec.dtype.is_quantized else SLOTS
 
 
-def scratch_types(spec: AttentionSpec, dtype: DTypeLike) -> list[Any]:
+def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
+    """The dtypes of the latents and of the rope keys of tiles, to which queries are converted.
+
+    They hold what is stored exactly, without the layer's scale. Of `fp8_ds_mla` none of 16 bits does: the products of
+    elements and scales of blocks may be any float32, and bfloat16 has its range.
+    """
+    latents, rope = (
+        np.dtype(part.info.exact_in or (jnp.bfloat16 if part.is_quantized else part.info.storage_dtype))
+        for part in spec.parts
+    )
+    return latents, rope
+
+
+def scratch_types(spec: AttentionSpec) -> list[Any]:
     """The shared memory of `Tiles`."""
     rank, rope = spec.part_sizes
-    half = rank // WARPGROUPS
+    half, (dtype, rope_dtype) = rank // WARPGROUPS, operand_dtypes(spec)
     count = 1 + num_slots(spec)
     shared: list[Any] = [
         plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
         plgpu.SMEM((BIASES, TOKENS), jnp.float32),
     ]
     if rope:
-        shared.append(tiles.shared(count, ROWS, rope, dtype))
+        shared.append(tiles.shared(count, ROWS, rope, rope_dtype))
     if compat.interpreting():
         shared.append(plgpu.Barrier(num_arrivals=WARPGROUPS))
     return shared
@@ -180,6 +195,7 @@ def _store_interpreted(ref: Ref, index: tuple[Any, ...], start: Scalar, column: 
     data = source.ref[...].reshape(-1)
     first = (source.page * source.page_bytes + source.offset)[::PER_RUN] // tiles.ITEMSIZE + column
     rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
+    rows = lax.bitcast_convert_type(rows, ref.dtype)  # rope keys may have a dtype of their own
     ref[(*index, pl.ds(start, AT_ONCE))] = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype))
 
 
