@@ -47,6 +47,8 @@ def operands(
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
     keys, values = (normal(len(q_lens), num_keys, num_kv_heads, size) for size in (head_size, head_size_v))
+    if dtype == jnp.float8_e4m3fn:
+        values = jnp.moveaxis(values, 1, 3)
     starts = np.cumsum([first_row, *(max(q_len, 0) for q_len in q_lens[:-1])])
     bias = np.zeros(keys.shape[:2], np.float32)
     bias[:, absent] = -np.inf
@@ -75,7 +77,8 @@ def operands(
 
 def run(attend: Any, args: Operands, problem: PromptProblem, config: PromptConfig) -> tuple[np.ndarray, np.ndarray]:
     shape = config.segments, *args.query.shape[:2]
-    out = jax.new_ref(jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype))
+    head_size_v = args.values.shape[2 if args.values.dtype == jnp.float8_e4m3fn else 3]
+    out = jax.new_ref(jnp.full((*shape, head_size_v), UNTOUCHED, args.query.dtype))
     lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
     attend(args, out, lse, jax.new_ref(jnp.zeros_like(args.ends)), problem, config)
     got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))

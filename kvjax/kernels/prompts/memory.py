@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.memory import Number
+from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS
 
 
@@ -26,7 +27,8 @@ class Operands(NamedTuple):
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`, at least `ROWS` tokens.
       keys: float16 or bfloat16 `[num_prompts, num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple
         of `ALIGNMENT`, at least a tile. Queries are converted to their dtype.
-      values: of their dtype, `[.., head_size_v]`; finite also where no row looks.
+      values: of their dtype, `[.., head_size_v]`; finite also where no row looks. For products in fp8 both are e4m3, the
+        values `[num_prompts, num_kv_heads, head_size_v, num_tokens]`, tokens `warpgroups.in_order_of_products`.
       q_starts: int32 `[num_prompts]`, the first row of each sequence.
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
@@ -143,8 +145,13 @@ class ArrayMemory:
 
     @property
     def head_size_v(self) -> int:  # noqa: D102
-        size: int = self.operands.values.shape[3]
+        shape = self.operands.values.shape
+        size: int = shape[2 if self._is_fp8 else 3]
         return size
+
+    @property
+    def _is_fp8(self) -> bool:
+        return fp8.is_fp8(self.operands.values.dtype)
 
     @property
     def num_prompts(self) -> int:  # noqa: D102
@@ -203,6 +210,11 @@ class ArrayMemory:
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
         buffer, slot, ready = stage
+        if values and self._is_fp8:
+            source = source.at[prompt, kv_head, :, pl.ds(first, buffer.shape[2])]
+            buffer = buffer.at[slot, pl.ds(0, self.head_size_v)]
+            plgpu.copy_gmem_to_smem(source, buffer, ready.at[slot])
+            return
         tokens = pl.ds(first, buffer.shape[1])
         plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
 

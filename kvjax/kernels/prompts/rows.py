@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat, warpgroups
+from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
+from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.memory import Memory, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
@@ -40,7 +41,7 @@ class Scratch(NamedTuple):
     Attributes:
       query: rows of each warpgroup, of the keys' dtype.
       keys: a ring of tiles.
-      values: likewise.
+      values: likewise; in fp8 transposed, with ones below, as in `fp8`.
       claimed: int32, the fields of `Claimed`.
       keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
       values_full: likewise.
@@ -65,6 +66,7 @@ class RowWarpgroup:
 
     Attributes:
       step: tiles of all items before.
+      scale: float32 `[ROWS]`, in fp8 what each row of the query was divided by; None in 16 bits.
     """
 
     problem: PromptProblem
@@ -75,11 +77,15 @@ class RowWarpgroup:
     warpgroup: Scalar
     item: Item
     step: Scalar
+    scale: Any = None
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
         warpgroups.store_numbers(self.scratch.claimed, *claimed)
         warpgroups.barrier()
+        if self.is_fp8:
+            fp8.store_ones(self.scratch.values, self.memory.head_size_v)
+            plgpu.commit_smem()
         span = self.item.span
         for ahead in range(self.config.stages):
 
@@ -91,20 +97,29 @@ class RowWarpgroup:
 
         plgpu.barrier_arrive(self.scratch.turn)
 
-    def run(self) -> tuple[Item, Any]:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products are of e4m3."""
+        return fp8.is_fp8(self.scratch.keys.dtype)
+
+    def run(self) -> RowWarpgroup:
         """Attends, and stores the results.
 
         Returns:
-          The next item and its step; its query rows are in shared memory.
+          What attends with the rows of the next item; they are in shared memory.
         """
         memory, scratch, warpgroup, item = self.memory, self.scratch, self.warpgroup, self.item
         size_v, span, stages = memory.head_size_v, item.span, self.config.stages
+        columns = size_v + tiles.GROUP if self.is_fp8 else size_v
         own_query = scratch.query.at[warpgroup]
         factor = memory.factor(item.head, item.kv_head) * LOG2_E
+        if self.is_fp8:
+            factor = self.scale * factor
         # A row's logarithms are binary, those of `exp2`.
         largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
+        # In fp8 a column of these is the total.
+        acc = compat.layout_cast(jnp.full((ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
         self._wait(scratch.keys_full, span.start)
 
         @pl.when(warpgroup == 1)
@@ -122,20 +137,26 @@ class RowWarpgroup:
 
         masked = functools.partial(self._tile, own_query, factor, True)
         plain = functools.partial(self._tile, own_query, factor, False)
-        state = acc, largest, total
+        state = (acc, largest) if self.is_fp8 else (acc, largest, total)
         if self.problem.window is not None:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
-        acc, largest, total = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        acc, largest, *totals = lax.fori_loop(span.plain_stop, span.stop, masked, state)
         plgpu.barrier_arrive(scratch.turn)
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
         loaded = next_rows.load_query()
+        if self.is_fp8:
+            loaded, scale = fp8.scaled_rows(loaded)
+            next_rows = dataclasses.replace(next_rows, scale=scale)
+            acc, total = fp8.results_and_sums(acc)
+        else:
+            [total] = totals
         sink = memory.sink(item.head) * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
-        shrink = jnp.exp2(largest - shift)
+        shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
         weight = jnp.where(total > 0, shrink / total, 0.0) * memory.weight(item.head, item.kv_head)
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
@@ -155,12 +176,22 @@ class RowWarpgroup:
         def lead() -> None:
             plgpu.barrier_wait(scratch.turn)
 
-        return following, next_rows.step
+        return next_rows
 
     @property
     def _copied_base(self) -> Scalar:
         """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
         return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
+
+    def begin_item(self) -> RowWarpgroup:
+        """Loads the rows of the first item."""
+        rows = self.load_query()
+        if not self.is_fp8:
+            self.store_query(rows)
+            return self
+        rows, scale = fp8.scaled_rows(rows)
+        self.store_query(rows)
+        return dataclasses.replace(self, scale=scale)
 
     def load_query(self) -> jax.Array:
         """The item's rows, in registers."""
@@ -223,10 +254,10 @@ class RowWarpgroup:
         plgpu.barrier_arrive(self.scratch.turn)
         plgpu.barrier_wait(self.scratch.turn)
 
-    def _tile(self, own_query: Any, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
-        """One tile of keys and values; `factor` is that of the logits."""
+    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
+        """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
         _, keys, values, _, keys_full, values_full, turn = self.scratch
-        acc, largest, total = state
+        acc, largest, *totals = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
 
@@ -235,21 +266,30 @@ class RowWarpgroup:
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
+        of_logits = lax.broadcast_in_dim(factor, shape, [0]) if self.is_fp8 else factor
         logits = warpgroups.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
         if self.problem.logits_soft_cap is not None:
-            logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
-            factor = jnp.float32(1.0)
+            logits = capped(logits * of_logits, self.problem.logits_soft_cap, jnp.exp2)
+            factor = of_logits = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, tile)
-        raised = jnp.maximum(largest, jnp.max(logits, axis=1) * factor + margin(keys.dtype))
+        top = jnp.max(logits, axis=1) * factor
+        raised = jnp.maximum(largest, fp8.integer_above(top) if self.is_fp8 else top + margin(keys.dtype))
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
-        weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        total *= shrink
-        operand = weights.astype(keys.dtype)
-        total += jnp.sum(weights, axis=1)
-        acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
+        if self.is_fp8:
+            shift -= fp8.WEIGHTS_EXPONENT
+        weights = jnp.exp2(logits * of_logits - lax.broadcast_in_dim(shift, shape, [0]))
+        if self.is_fp8:
+            operand = warpgroups.e4m3_operand(weights)
+            shrink, raised, operand = lax.optimization_barrier((shrink, raised, operand))
+        else:
+            [total] = totals
+            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+            total *= shrink
+            operand = weights.astype(keys.dtype)
+            total += jnp.sum(weights, axis=1)
+            acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
         plgpu.barrier_arrive(turn)
         self._wait(values_full, tile)
         plgpu.barrier_wait(turn)
@@ -265,6 +305,9 @@ class RowWarpgroup:
             def wait() -> None:
                 self._wait(keys_full, tile + 1)
 
+        if self.is_fp8:
+            product = warpgroups.product(operand, values.at[slot], multiplying_values, transposed=True)
+            return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + product, raised
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total
 
@@ -291,20 +334,23 @@ def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: S
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Scalar) -> RowWarpgroup:
-        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step)
+    def rows(item: Item, step: Scalar, *scale: Any) -> RowWarpgroup:
+        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step, *scale)
+
+    def state(of: RowWarpgroup) -> tuple[Any, ...]:
+        return (of.item, of.step) if of.scale is None else (of.item, of.step, of.scale)
 
     @pl.when(first.prompt < queue.num_prompts)
     def run_items() -> None:
         zero = jnp.int32(0)
         first_rows = rows(first, zero)
         pl.when(warpgroup == 1)(functools.partial(first_rows.begin, claimed))
-        first_rows.store_query(first_rows.load_query())
+        first_rows = first_rows.begin_item()
 
         def is_item(state: Carry) -> Scalar:
             return state[0].prompt < queue.num_prompts
 
-        lax.while_loop(is_item, lambda state: rows(*state).run(), (first, zero))
+        lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
         # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
         pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
         plgpu.barrier_wait(scratch.turn)
