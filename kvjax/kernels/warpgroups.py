@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from kvjax import quant
 from kvjax.kernels import ptx
 from kvjax.kernels.aliases import Context, Kernel, Layout, Lowered, Ref, Value
 from kvjax.kernels.compat import interpreting, layout_cast
@@ -383,7 +384,7 @@ def e4m3_operand(x: jax.Array) -> jax.Array:
     if interpreting():
         x = in_order_of_products(x)
         most = float(jnp.finfo(dtype).max)
-        return jnp.clip(x, -most, most).astype(dtype)
+        return quant.cast(jnp.clip(x, -most, most), dtype)
 
     def run(_: Context, x: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)

@@ -15,6 +15,7 @@ from jax import lax
 
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.attention import Softmax
+from kvjax.kernels.warpgroups import in_order_of_products
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_segments, prompts_at_once, restricting
@@ -83,7 +84,8 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
-    alignment = kernel.TOKENS if options.batch_invariant else kernel.ALIGNMENT
+    is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
+    alignment = kernel.TOKENS if options.batch_invariant or is_fp8 else kernel.ALIGNMENT
 
     def attend_lot(
         results: tuple[jax.Array, jax.Array], lot: LayerSequences
@@ -140,6 +142,9 @@ def _operands(
     )
     has_scale = spec.dtype.parts[1].info.layer_scale is not None
     factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
+    factors *= dense.v_unit
+    if kernel.fp8.is_fp8(dense.prompts.dtype):
+        values = in_order_of_products(jnp.moveaxis(values, 1, 3))
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     return kernel.Operands(
         rows,

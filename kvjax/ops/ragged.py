@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import attention as kernel
 from kvjax.kernels import prompts as prompt_kernels
 from kvjax.kernels.target import current
@@ -42,7 +43,7 @@ from kvjax.ops.attention import (
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import Query, route, why_no_query_quantization
 from kvjax.ops.softmax import attend_pages, sinks_of_heads
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
@@ -57,6 +58,7 @@ class RaggedOptions(AttentionOptions, total=False):
     max_q_len: int | None
     max_prompts: int | None
     decode_q_len: int | None
+    query_quantization: bool
 
 
 @overload
@@ -104,6 +106,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of each sequence's last tokens over its cached tokens, with a query length per sequence.
@@ -143,6 +146,10 @@ def ragged_paged_attention(
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
         Python int, default `max_q_len` if that is at most 8, else 1. With 0 none does, and a sequence of one query
         token counts towards `max_prompts`.
+      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
+        products in fp8: query, weights, and elements of NVFP4 are rounded to e4m3, 3 bits after the leading one. For
+        caches of fp8_e4m3 and NVFP4, also of one's keys and the other's values, and head sizes of 32, 64, 96 and 128.
+        docs/attention.md has its error and its time.
       implementation: `"mosaic"` (the kernels; an online softmax for prompts that none serves), `"xla"`, or `None` to
         choose.
 
@@ -177,6 +184,7 @@ def ragged_paged_attention(
             return_lse,
             batch_invariant,
             implementation,
+            query_quantization,
         ),
         as_limits(max_q_len, max_prompts, decode_q_len),
     )
@@ -203,6 +211,7 @@ def attend_ragged(
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
     return_lse = as_bool("return_lse", given.return_lse)
+    query_quantization = as_bool("query_quantization", given.query_quantization)
     sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
@@ -218,7 +227,16 @@ def attend_ragged(
         decode = sizes.decode_q_len
         decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch)
+    asked = Query(
+        jnp.dtype(query.dtype),
+        given.sm_scale > 0,
+        window_array is None,
+        sizes.max_prompts > 0,
+        batch,
+        query_quantization,
+    )
+    if query_quantization and (reason := why_no_query_quantization(cache.spec, asked)):
+        raise UnsupportedError(reason)
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
@@ -236,6 +254,7 @@ def attend_ragged(
                 window=window,
                 logits_soft_cap=as_soft_cap(given.logits_soft_cap),
                 batch_invariant=batch_invariant,
+                query_quantization=query_quantization,
             ),
             asked,
         ),
@@ -280,7 +299,7 @@ def _ragged_xla(
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
       arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
         `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
-      options: the call's; no result depends on its `limits`.
+      options: the call's; no result depends on its `limits`, but for which rows are those of prompts.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
@@ -308,7 +327,8 @@ def _ragged_xla(
         position = jnp.where(is_row, jnp.maximum(lens, 0)[:, None] - (q_ends[seq][:, None] - row), -1)
         rows = query[jnp.clip(row, 0, num_tokens - 1)]
         own = read._replace(block_table=block_table[seq], seq_lens=lens)
-        out, lse = attend_pages(cache, rows, position, own, softmax)
+        is_prompt = (q_ends - q_starts)[seq] > options.limits.decode_q_len if softmax.query_quantization else None
+        out, lse = attend_pages(cache, rows, position, own, softmax, is_prompt)
         return out.astype(query.dtype), lse
 
     # The last tile of a sequence may hold a single row.

@@ -17,6 +17,7 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import ReadArrays, Softmax
+from kvjax.kernels.prompts import fp8
 from kvjax.ops.gather import gather_xla, token_mask
 from kvjax.spec import AttentionSpec
 
@@ -63,6 +64,7 @@ def attend(
     sinks: jax.Array | None,
     spec: AttentionSpec,
     softmax: Softmax,
+    is_fp8: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with each row, at its position, to the tokens of its sequence up to there.
 
@@ -75,6 +77,8 @@ def attend(
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
       spec: of the cache that they are of.
       softmax: the options.
+      is_fp8: bool `[num_seqs]`, whose query and weights are rounded as products in fp8 round them, like their keys and
+        values; None for none.
 
     Returns:
       float32 `[num_seqs, num_rows, num_heads, head_size_v]` and `[num_seqs, num_rows, num_heads]`.
@@ -84,6 +88,10 @@ def attend(
     group = num_heads // num_kv_heads
     grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
     sink = sinks_of_heads(sinks, num_heads).reshape(1, num_kv_heads, 1, group)
+    of_rows = None
+    if is_fp8 is not None:
+        grouped = jnp.where(is_fp8[:, None, None, None, None], fp8.rounded_rows(grouped), grouped.astype(jnp.float32))
+        of_rows = is_fp8[:, None, None, None]
 
     first = chunks.read(0)
     unit = _unit(chunks.number * first[0].shape[1], first[1].dtype)
@@ -110,9 +118,15 @@ def attend(
         if cap is not None:
             logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
-        largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
+        largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
+        if of_rows is not None:
+            largest = jnp.where(of_rows, fp8.power_above(largest), largest)
+        largest = jnp.maximum(state.largest, largest)
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # -inf if nothing is unmasked: inf - inf would be NaN
-        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None]) * unit
+        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None])
+        if of_rows is not None:
+            weights = jnp.where(of_rows[..., None], fp8.rounded_weights(weights), weights)
+        weights *= unit
         weighted = jnp.einsum(
             "shqgt,sthd->shqgd",
             weights.astype(values.dtype),
@@ -125,9 +139,10 @@ def attend(
         )
 
     shape = grouped.shape[:-1]
+    first_largest = sink if of_rows is None else jnp.where(of_rows, fp8.power_above(sink), sink)
     nothing = PartialSoftmax(
-        jnp.broadcast_to(sink, shape),  # a sink is a logit without a value
-        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, unit), shape),
+        jnp.broadcast_to(first_largest, shape),  # a sink is a logit without a value
+        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - first_largest) * unit), shape),
         jnp.zeros((*shape, head_size_v), jnp.float32),
     )
     # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
@@ -156,8 +171,9 @@ def attend_pages(
     positions: jax.Array,
     arrays: ReadArrays,
     softmax: Softmax,
+    is_fp8: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls `attend` on the pages of a cache of one layer, decoded to float32.
+    """Calls `attend` on the pages of a cache of one layer, decoded to float32, and rounded where `is_fp8`.
 
     The layer of `arrays` is not read; the rest is as there. With `batch_invariant` the size of chunks does not depend
     on the number and the lengths of sequences.
@@ -176,11 +192,20 @@ def attend_pages(
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
-        stored = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
+        if is_fp8 is None:
+            scales = k_scale, v_scale
+        else:
+            scales = jnp.float32(1.0), jnp.float32(1.0)
+        stored = gather_xla(cache, blocks, lengths, None, *scales, dtype=np.dtype(np.float32))
+        if is_fp8 is not None:
+            stored = tuple(
+                jnp.where(is_fp8[:, None, None, None], fp8.rounded(x, part), x) * scale
+                for x, part, scale in zip(stored, spec.dtype.parts, (k_scale, v_scale), strict=True)
+            )
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax)
+    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax, is_fp8)
 
 
 def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax import quant
 from kvjax.kernels.prompts import ALIGNMENT, LEFT, ROWS, Operands, PromptConfig, PromptProblem
 from kvjax.kernels.warpgroups import in_order_of_products
 
@@ -54,7 +55,7 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
             shift = jnp.ceil(shift * np.log2(np.e)) / np.log2(np.e)
         weights = jnp.exp(logits - shift[..., None])
         if is_fp8:
-            weights = (weights * 256).astype(key.dtype).astype(jnp.float32) / 256
+            weights = quant.cast(weights * 256, np.dtype(key.dtype)).astype(jnp.float32) / 256
             value = value.astype(jnp.float32)
         else:
             value, weights_sum = value, weights.sum(axis=-1)
@@ -83,7 +84,7 @@ def fp8_rows(query: jax.Array) -> tuple[jax.Array, jax.Array]:
     query = query.astype(jnp.float32)
     _, exponent = jnp.frexp(jnp.max(jnp.abs(query), axis=-1, keepdims=True))
     power = jnp.ldexp(jnp.float32(1.0), jnp.maximum(exponent - 8, -126))
-    return (query / power).astype(jnp.float8_e4m3fn), power
+    return quant.cast(query / power, np.dtype(jnp.float8_e4m3fn)), power
 
 
 def join(source: jax.Array, packed: Any, sinks: Any, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:

@@ -91,12 +91,14 @@ class Softmax(NamedTuple):
       window: tokens that a query token sees, its own included; an int32 scalar on the device only in XLA. None for all.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`, positive and finite; None for no cap.
       batch_invariant: whether a sequence has the same bits whatever else is in the batch.
+      query_quantization: whether prompts are attended to by products in fp8; the decode kernel ignores it.
     """
 
     sm_scale: float
     window: Any = None
     logits_soft_cap: float | None = None
     batch_invariant: bool = False
+    query_quantization: bool = False
 
 
 class ReadArrays(NamedTuple):

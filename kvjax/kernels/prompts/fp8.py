@@ -13,11 +13,15 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kvjax import quant
+from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, ptx, tiles, warpgroups
 from kvjax.kernels.aliases import DType, DTypeLike, Ref, Scalar
 
@@ -41,17 +45,63 @@ def is_fp8(dtype: DTypeLike) -> bool:
     return np.dtype(dtype) == DTYPE
 
 
+def why_not(head_sizes: tuple[int, int]) -> str | None:
+    """Why heads of such keys and values are not multiplied in fp8; None if they are."""
+    if odd := [size for size in head_sizes if size % ALIGNMENT or size > MAX_HEAD_SIZE]:
+        return f"got head size {odd[0]}, expected a multiple of {ALIGNMENT} up to {MAX_HEAD_SIZE}"
+    return None
+
+
+def unit(part: KVCacheDType) -> float:
+    """The power of two that decoded keys or values of a dtype are divided by, so that none exceeds what e4m3 holds.
+
+    8 for NVFP4, whose elements times their block's scale reach 2,688, and have up to six significant bits: those of
+    codes 1.5, 3 and 6 are rounded to four. What then is below `2**-6`, or 1/8 before, loses bits, and what is below
+    `2**-10`, or 1/128 before, is 0, in units of the layer's scale.
+    """
+    return 2.0 ** max(0, math.ceil(math.log2(part.info.max / float(jnp.finfo(DTYPE).max))))
+
+
+def rounded(x: jax.Array, part: KVCacheDType) -> jax.Array:
+    """Keys or values of a dtype, without their layer's scale, rounded as for products in fp8; in XLA."""
+    return _to_e4m3(x / unit(part)) * unit(part)
+
+
+def rounded_rows(rows: jax.Array) -> jax.Array:
+    """Rows of a query, along the last dimension, rounded likewise."""
+    rows, power = scaled_rows(rows)
+    return _to_e4m3(rows) * power[..., None]
+
+
+def power_above(logits: jax.Array) -> jax.Array:
+    """The least logarithms of powers of two that are not below."""
+    return jnp.ceil(logits * _LOG2_E) / _LOG2_E
+
+
+def rounded_weights(weights: jax.Array) -> jax.Array:
+    """Weights, relative to a power of two, rounded likewise."""
+    return _to_e4m3(weights * 2.0**WEIGHTS_EXPONENT) * 2.0**-WEIGHTS_EXPONENT
+
+
+_LOG2_E = math.log2(math.e)
+
+
+def _to_e4m3(x: jax.Array) -> jax.Array:
+    most = float(jnp.finfo(DTYPE).max)
+    return quant.cast(jnp.clip(x.astype(jnp.float32), -most, most), DTYPE).astype(jnp.float32)
+
+
 def scaled_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows in float32 divided by a power of two, so that none exceeds 256, and this power, float32 `[rows]`.
 
     A row that is not finite stays so. Rows below `2**-119` are not scaled any further.
     """
     rows = rows.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(rows), axis=1)
+    largest = jnp.max(jnp.abs(rows), axis=rows.ndim - 1)
     exponent = jnp.maximum(lax.bitcast_convert_type(largest, jnp.int32) >> 23, 8)  # biased
     inverse = lax.bitcast_convert_type((261 - exponent) << 23, jnp.float32)
     power = lax.bitcast_convert_type((exponent - 7) << 23, jnp.float32)
-    return rows * lax.broadcast_in_dim(inverse, rows.shape, [0]), power
+    return rows * lax.broadcast_in_dim(inverse, rows.shape, range(rows.ndim - 1)), power
 
 
 def integer_above(x: jax.Array) -> jax.Array:

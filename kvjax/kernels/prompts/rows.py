@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat, tiles, warpgroups
+from kvjax.kernels import arithmetic, compat, tiles, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin
 from kvjax.kernels.prompts import fp8
@@ -201,7 +201,8 @@ class RowWarpgroup:
         """Stores rows where `wgmma` reads them, in the dtype of the keys."""
         own_query = self.scratch.query.at[self.warpgroup]
         most = float(jnp.finfo(own_query.dtype).max)
-        own_query[...] = jnp.clip(rows.astype(jnp.float32), -most, most).astype(own_query.dtype)
+        rows = jnp.clip(rows.astype(jnp.float32), -most, most)
+        own_query[...] = arithmetic.cast(rows, own_query.dtype) if self.is_fp8 else rows.astype(own_query.dtype)
         plgpu.commit_smem()
 
     def _claim(self) -> None:
