@@ -108,8 +108,6 @@ class Codec:
         """Decodes what a piece loaded, data and scales, to elements of `dtype`."""
         if self.dtype.info.layer_scale is None:
             return [decoding.cast(stored[0], dtype)]
-        if np.dtype(dtype) == self.dtype.info.storage_dtype:  # for products in fp8, whose scale comes later
-            return [lax.bitcast_convert_type(stored[0], dtype)]
         factor = piece.broadcast(compat.load(scale, piece.along(1)), (1,)) if scale.shape else scale
         return [decoding.decode_fp8(stored[0], factor, self.dtype, dtype)]
 
@@ -196,10 +194,8 @@ class BlockCodec(Codec):
         return self.encode_block(rows.arrays, np.dtype(dtype), scale, broadcast)
 
     def dense_type(self, dims: tuple[int, ...], size: int, dtype: DType) -> jax.ShapeDtypeStruct:
-        """A word of two elements, two e4m3 in a half word, or two float32, for each byte of a block."""
+        """A word of two elements, or two float32, for each byte of a block."""
         blocks = (*dims, size // (2 * self.pairs), self.pairs)
-        if np.dtype(dtype).itemsize == 1:
-            return jax.ShapeDtypeStruct(blocks, jnp.uint16)
         if np.dtype(dtype).itemsize == 4:
             return jax.ShapeDtypeStruct((*blocks, 2), dtype)
         return jax.ShapeDtypeStruct(blocks, jnp.uint32)

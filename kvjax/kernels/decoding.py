@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat, ptx
+from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType
 from kvjax.kernels.arithmetic import cast as cast
 
@@ -71,57 +70,21 @@ def decode_nvfp4(
       dtype: of the elements.
       broadcast: from `[...]` to `[..., 8]`, in the registers of `data`.
 
-    For e4m3 the scale is a power of two, so that one factor of a block is exact in float16; elements are clamped.
-
     Returns:
-      The elements of each byte: one uint16 `[..., 8]` of two e4m3, one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
+      The elements of each byte: one uint32 `[..., 8]` of two 16-bit elements, the even one in the low half, or two
       float32 arrays, the even elements and the odd ones.
     """
     factor = lax.bitcast_convert_type(block_scales, jnp.float8_e4m3fn).astype(jnp.float32)
-    if dtype.itemsize == 1:
-        operands = data.astype(jnp.uint32), broadcast(factor), scale * jnp.float32(_HALF_FROM_E2M1)
-        return [ptx.elementwise(_PTX_TO_E4M3, _to_e4m3, *operands).astype(jnp.uint16)]
     factor = broadcast(factor * jnp.float32(_HALF_FROM_E2M1))
-    low, high = (cast(_product(half * factor, scale), dtype) for half in _halves(data.astype(jnp.uint32)))
+    codes = data.astype(jnp.uint32)
+    # The product with 0x1001 has the low code at the bottom of the low half and the high code at that of the high one.
+    halves = codes * (0x1001 << 9) & 0x0E000E00 | codes * (0x1001 << 12) & jnp.uint32(0x80008000)
+    low, high = (
+        lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+        for half in (halves, halves >> 16)
+    )
+    low, high = (cast(_product(half * factor, scale), dtype) for half in (low, high))
     if low.dtype.itemsize == 4:
         return [low, high]
     low, high = (lax.bitcast_convert_type(half, jnp.uint16).astype(jnp.uint32) for half in (low, high))
     return [low | high << 16]
-
-
-def _halves(codes: jax.Array) -> list[jax.Array]:
-    """The two elements of bytes, each in a word, times `2**-14`, in float32."""
-    # The product with 0x1001 has the low code at the bottom of the low half and the high code at that of the high one.
-    halves = codes * (0x1001 << 9) & 0x0E000E00 | codes * (0x1001 << 12) & jnp.uint32(0x80008000)
-    return [
-        lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
-        for half in (halves, halves >> 16)
-    ]
-
-
-def _to_e4m3(codes: jax.Array, factor: jax.Array, unit: jax.Array) -> jax.Array:
-    """The two elements of bytes, each in a word, times a factor and a unit, as e4m3 in the lower half of the word."""
-    dtype = np.dtype(jnp.float8_e4m3fn)
-    most = float(jnp.finfo(dtype).max)
-    low, high = (
-        lax.bitcast_convert_type(cast(jnp.clip(half * unit * factor, -most, most), dtype), jnp.uint8).astype(jnp.uint32)
-        for half in _halves(codes)
-    )
-    return low | high << 8
-
-
-_PTX_TO_E4M3 = """{
-  .reg .b32 halves, signs, scale, unit;
-  .reg .b16 both;
-  mul.lo.u32 halves, $1, 0x200200;
-  and.b32 halves, halves, 0x0E000E00;
-  mul.lo.u32 signs, $1, 0x1001000;
-  and.b32 signs, signs, 0x80008000;
-  or.b32 halves, halves, signs;
-  cvt.rn.f16x2.f32 unit, $3, $3;
-  cvt.rn.f16x2.f32 scale, $2, $2;
-  mul.rn.f16x2 halves, halves, unit;
-  mul.rn.f16x2 halves, halves, scale;
-  cvt.rn.satfinite.e4m3x2.f16x2 both, halves;
-  cvt.u32.u16 $0, both;
-}"""

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache_views import flat_pages
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.attention import Softmax
-from kvjax.kernels.warpgroups import in_order_of_products
+from kvjax.kernels.prompts import fp8_gather
 from kvjax.ops.gather import token_mask
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_segments, prompts_at_once, restricting
@@ -131,9 +132,13 @@ def _operands(
     step = alignment // math.gcd(alignment, size)
     columns = max(table.shape[1], -(-kernel.TOKENS // size))
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
-    keys, values = dense.gather(table, lens)
-    if start is not None:
-        values = _without_tokens_before(values, start - skipped, size)
+    if kernel.fp8.is_fp8(dense.prompts.dtype):
+        first = jnp.zeros_like(lens) if start is None else start - skipped
+        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Sequences(table, lens, first), spec)
+    else:
+        keys, values = dense.gather(table, lens)
+        if start is not None:
+            values = _without_tokens_before(values, start - skipped, size)
     is_there = token_mask(table, lens, cache.num_blocks, size)
     token = jnp.arange(is_there.shape[1], dtype=jnp.int32)[None, :]
     # One reduction for both.
@@ -142,9 +147,8 @@ def _operands(
     )
     has_scale = spec.dtype.parts[1].info.layer_scale is not None
     factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
-    factors *= dense.v_unit
     if kernel.fp8.is_fp8(dense.prompts.dtype):
-        values = in_order_of_products(jnp.moveaxis(values, 1, 3))
+        factors *= kernel.fp8.unit(spec.dtype.parts[1])
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     return kernel.Operands(
         rows,

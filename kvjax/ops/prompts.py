@@ -159,7 +159,7 @@ class Dense(NamedTuple):
     Such elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
     keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
     2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
-    For products in fp8 they are e4m3, divided by `fp8.unit`, and the factor has the scale of the keys.
+    For products in fp8, whose keys and values `fp8_gather` gathers, the factor has the whole scale of the keys.
     Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
     the query's dtype if it is theirs, else all is float32.
 
@@ -180,8 +180,8 @@ class Dense(NamedTuple):
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
         if fp8.is_fp8(prompts.dtype):
-            unit = fp8.unit(spec.dtype.parts[0])
-            return cls(prompts, sequences, of_each_head(k_scale * unit, spec, num_heads), jnp.float32(1 / unit))
+            factor = of_each_head(k_scale * fp8.unit(spec.dtype.parts[0]), spec, num_heads)
+            return cls(prompts, sequences, factor, jnp.ones_like(k_scale))
         if spec.dtype.parts[0].info.layer_scale is None:
             return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)
@@ -201,13 +201,8 @@ class Dense(NamedTuple):
 
     def gather(self, table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values of a table's blocks, zeros for entries without one."""
-        v_scale = jnp.float32(1 / self.v_unit)
-        return gather_mosaic(self.prompts.cache, table, lens, None, self.k_scale, v_scale, dtype=self.prompts.dtype)
-
-    @property
-    def v_unit(self) -> float:
-        """What dense values were divided by besides the scale of the layer."""
-        return fp8.unit(self.prompts.cache.spec.dtype.parts[1]) if fp8.is_fp8(self.prompts.dtype) else 1.0
+        one = jnp.ones((), jnp.float32)
+        return gather_mosaic(self.prompts.cache, table, lens, None, self.k_scale, one, dtype=self.prompts.dtype)
 
 
 def _by_online_softmax(dense: Dense, options: Softmax) -> tuple[jax.Array, jax.Array]:

@@ -104,7 +104,7 @@ def why_no_query_quantization(spec: AttentionSpec, query: Query) -> str | None:
     if bad := [part.value for part in spec.dtype.parts if part.byte_format not in _FP8_OPERANDS]:
         expected = ", ".join(dtype.value for dtype in sorted(_FP8_OPERANDS, key=lambda dtype: dtype.value))
         return f"query_quantization: got a cache with keys or values of {bad[0]}, expected {expected}"
-    if reason := prompt_kernel.fp8.why_not((spec.head_size, spec.head_size_v)):
+    if reason := prompt_kernel.fp8.why_not((spec.head_size, spec.head_size_v), spec.block_size):
         return f"query_quantization: {reason}"
     if query.dtype == np.float32:
         return "query_quantization: got a query of float32, expected float16 or bfloat16"

@@ -30,6 +30,9 @@ DTYPE: DType = np.dtype(jnp.float8_e4m3fn)
 ALIGNMENT = 32
 """Head sizes that tensor cores multiply in fp8 are multiples of this."""
 
+BLOCK_TOKENS = 16
+"""Block sizes are multiples of so many tokens, which `warpgroups.in_order_of_products` permutes among themselves."""
+
 MAX_HEAD_SIZE = 128
 """More results than registers hold beside those of a tile."""
 
@@ -45,8 +48,10 @@ def is_fp8(dtype: DTypeLike) -> bool:
     return np.dtype(dtype) == DTYPE
 
 
-def why_not(head_sizes: tuple[int, int]) -> str | None:
-    """Why heads of such keys and values are not multiplied in fp8; None if they are."""
+def why_not(head_sizes: tuple[int, int], block_size: int) -> str | None:
+    """Why heads of such keys and values, in such blocks, are not multiplied in fp8; None if they are."""
+    if block_size % BLOCK_TOKENS:
+        return f"got block_size {block_size}, expected a multiple of {BLOCK_TOKENS}"
     if odd := [size for size in head_sizes if size % ALIGNMENT or size > MAX_HEAD_SIZE]:
         return f"got head size {odd[0]}, expected a multiple of {ALIGNMENT} up to {MAX_HEAD_SIZE}"
     return None
