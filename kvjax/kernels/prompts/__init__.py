@@ -99,7 +99,7 @@ def kernel_of(
             plgpu.SMEM((len(Claimed._fields),), np.dtype(np.int32)),
             ready,
             ready,
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS) if config.overlaps else plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         grid=(num_blocks,),
         grid_names=("block",),

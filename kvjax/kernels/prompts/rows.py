@@ -9,6 +9,9 @@ first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
 second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
 ```
 
+With `PromptConfig.overlaps` there is a barrier for each warpgroup, at which it arrives when it has issued QK, and for
+which the other waits before its PV. So products still take turns, but both may compute their softmax at once.
+
 Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
 values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
 the first warpgroup has begun with the next one.
@@ -95,7 +98,8 @@ class RowWarpgroup:
                 if ahead < self.config.stages - 1:
                     self._copy_values(span.start + ahead)
 
-        plgpu.barrier_arrive(self.scratch.turn)
+        if not self.config.overlaps:
+            self._arrive()
 
     @property
     def is_fp8(self) -> bool:
@@ -124,7 +128,7 @@ class RowWarpgroup:
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
-            plgpu.barrier_wait(scratch.turn)
+            self._take_turn()
             # Of a short item the loop does not copy all that the next one begins with.
             pl.when(span.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
@@ -142,7 +146,7 @@ class RowWarpgroup:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
         acc, largest, *totals = lax.fori_loop(span.plain_stop, span.stop, masked, state)
-        plgpu.barrier_arrive(scratch.turn)
+        self._arrive()
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
@@ -172,9 +176,7 @@ class RowWarpgroup:
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
-        @pl.when(warpgroup == 0)
-        def lead() -> None:
-            plgpu.barrier_wait(scratch.turn)
+        pl.when(warpgroup == 0)(self._take_turn)
 
         return next_rows
 
@@ -251,19 +253,27 @@ class RowWarpgroup:
             first = self.memory.first_token(prompt, copied, self.config.tokens)
             self.memory.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
 
+    def _arrive(self) -> None:
+        """Ends a phase: the other warpgroup may multiply."""
+        turn = self.scratch.turn
+        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.config.overlaps else turn)
+
     def _take_turn(self) -> None:
-        plgpu.barrier_arrive(self.scratch.turn)
-        plgpu.barrier_wait(self.scratch.turn)
+        """Waits until the other warpgroup has ended its phase."""
+        turn = self.scratch.turn
+        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.config.overlaps else turn)
 
     def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
-        _, keys, values, _, keys_full, values_full, turn = self.scratch
+        _, keys, values, _, keys_full, values_full, _ = self.scratch
         acc, largest, *totals = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
 
         def multiplying_keys() -> None:
-            self._take_turn()
+            self._arrive()
+            if not config.overlaps:
+                self._take_turn()
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
@@ -291,9 +301,10 @@ class RowWarpgroup:
             operand = weights.astype(keys.dtype)
             total += jnp.sum(weights, axis=1)
             acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
-        plgpu.barrier_arrive(turn)
+        if not config.overlaps:
+            self._arrive()
         self._wait(values_full, tile)
-        plgpu.barrier_wait(turn)
+        self._take_turn()
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
@@ -352,6 +363,7 @@ def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: S
             return state[0].prompt < queue.num_prompts
 
         lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
-        # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
-        pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
-        plgpu.barrier_wait(scratch.turn)
+        if not config.overlaps:
+            # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
+            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
+            plgpu.barrier_wait(scratch.turn)
