@@ -14,6 +14,7 @@ from kvjax.cache_views import as_one_layer, flat_pages, pages_of
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
 from kvjax.kernels.codecs import why_not_pages
+from kvjax.kernels.prompts import fp8
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -179,6 +180,27 @@ def gather_xla(
         return jnp.where(there, dense, jnp.zeros((), dtype))
 
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
+
+
+def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what keys and values of NVFP4 are divided by for products in fp8, for each sequence and head.
+
+    Float32 `[num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens, `fp8.unit_above` the largest; 1 for
+    keys or values of another dtype. The cache has one layer.
+    """
+    spec = cache.spec
+    shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
+    pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
+    there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
+
+    def unit(kv_index: int) -> jax.Array:
+        if spec.parts[kv_index].info.elements_per_scale is None:
+            return jnp.ones((shape[0], shape[2]), jnp.float32)
+        _, scales = page_rows(pages, spec, kv_index)
+        bits = jax.lax.bitcast_convert_type(scales.reshape(*shape, -1), jnp.uint8) & 0x7F
+        return fp8.unit_above(jnp.max(jnp.where(there, jnp.minimum(bits, 0x7E), 0), axis=(1, 3)))
+
+    return unit(KEYS), unit(VALUES)
 
 
 def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]) -> Any:

@@ -17,7 +17,7 @@ from kvjax.cache_views import flat_pages
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.attention import Softmax
 from kvjax.kernels.prompts import fp8_gather
-from kvjax.ops.gather import token_mask
+from kvjax.ops.gather import token_mask, units_of_blocks
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_segments, prompts_at_once, restricting
 from kvjax.ops.prompts import (
@@ -137,7 +137,8 @@ def _operands(
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
     if kernel.fp8.is_fp8(dense.prompts.dtype):
         first = jnp.zeros_like(lens) if start is None else start - skipped
-        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Sequences(table, lens, first), spec)
+        units = units_of_blocks(cache, table, lens)
+        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Sequences(table, lens, first, units), spec)
     else:
         keys, values = dense.gather(table, lens)
         if start is not None:
@@ -150,9 +151,11 @@ def _operands(
     )
     has_scale = spec.dtype.parts[1].info.layer_scale is not None
     factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
-    if kernel.fp8.is_fp8(dense.prompts.dtype):
-        factors *= kernel.fp8.unit(spec.dtype.parts[1])
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
+    heads = jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks])
+    if kernel.fp8.is_fp8(dense.prompts.dtype):
+        of_units = [jnp.repeat(unit, num_heads // spec.num_kv_heads, axis=1) for unit in units]
+        heads = heads * jnp.stack([*of_units, jnp.ones_like(of_units[0])], axis=1)
     return kernel.Operands(
         rows,
         keys,
@@ -163,7 +166,7 @@ def _operands(
         jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
         first_absent,
         -minus_end,
-        jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
+        heads,
     )
 
 

@@ -180,8 +180,7 @@ class Dense(NamedTuple):
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
         if fp8.is_fp8(prompts.dtype):
-            factor = of_each_head(k_scale * fp8.unit(spec.dtype.parts[0]), spec, num_heads)
-            return cls(prompts, sequences, factor, jnp.ones_like(k_scale))
+            return cls(prompts, sequences, of_each_head(k_scale, spec, num_heads), jnp.ones_like(k_scale))
         if spec.dtype.parts[0].info.layer_scale is None:
             return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)

@@ -18,7 +18,7 @@ from jax import lax
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import ReadArrays, Softmax
 from kvjax.kernels.prompts import fp8
-from kvjax.ops.gather import gather_xla, token_mask
+from kvjax.ops.gather import gather_xla, token_mask, units_of_blocks
 from kvjax.spec import AttentionSpec
 
 CHUNK_BYTES = 64 << 20
@@ -189,6 +189,8 @@ def attend_pages(
     num_chunks = max(1, -(-max_blocks // size))
     table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
 
+    units = None if is_fp8 is None else units_of_blocks(cache, block_table, jnp.maximum(seq_lens, 0))
+
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
@@ -197,10 +199,10 @@ def attend_pages(
         else:
             scales = jnp.float32(1.0), jnp.float32(1.0)
         stored = gather_xla(cache, blocks, lengths, None, *scales, dtype=np.dtype(np.float32))
-        if is_fp8 is not None:
+        if is_fp8 is not None and units is not None:
             stored = tuple(
-                jnp.where(is_fp8[:, None, None, None], fp8.rounded(x, part), x) * scale
-                for x, part, scale in zip(stored, spec.dtype.parts, (k_scale, v_scale), strict=True)
+                jnp.where(is_fp8[:, None, None, None], fp8.rounded(x, unit[:, None, :, None]), x) * scale
+                for x, unit, scale in zip(stored, units, (k_scale, v_scale), strict=True)
             )
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)

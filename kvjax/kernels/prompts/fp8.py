@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 
 from kvjax import quant
-from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, ptx, tiles, warpgroups
 from kvjax.kernels.aliases import DType, DTypeLike, Ref, Scalar
 
@@ -57,19 +56,22 @@ def why_not(head_sizes: tuple[int, int], block_size: int) -> str | None:
     return None
 
 
-def unit(part: KVCacheDType) -> float:
-    """The power of two that decoded keys or values of a dtype are divided by, so that none exceeds what e4m3 holds.
+def unit_above(scales: jax.Array) -> jax.Array:
+    """The least power of two such that e4m3 holds elements of NVFP4 divided by it; float32.
 
-    8 for NVFP4, whose elements times their block's scale reach 2,688, and have up to six significant bits: those of
-    codes 1.5, 3 and 6 are rounded to four. What then is below `2**-6`, or 1/8 before, loses bits, and what is below
-    `2**-10`, or 1/128 before, is 0, in units of the layer's scale.
+    An element is up to 6 times its block's scale, 2,688, and has up to six significant bits. e4m3 has four, so elements
+    of codes 1.5, 3 and 6 are rounded. What is below `2**-14` of the largest that e4m3 then holds loses more.
+
+    Args:
+      scales: the bits of the largest block scale, e4m3, without a sign; not NaN.
     """
-    return 2.0 ** max(0, math.ceil(math.log2(part.info.max / float(jnp.finfo(DTYPE).max))))
+    exponent = (scales.astype(jnp.int32) >> 3) - 12
+    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def rounded(x: jax.Array, part: KVCacheDType) -> jax.Array:
-    """Keys or values of a dtype, without their layer's scale, rounded as for products in fp8; in XLA."""
-    return _to_e4m3(x / unit(part)) * unit(part)
+def rounded(x: jax.Array, unit: jax.Array) -> jax.Array:
+    """Keys or values without their layer's scale, rounded in a unit as for products in fp8; in XLA."""
+    return _to_e4m3(x / unit) * unit
 
 
 def rounded_rows(rows: jax.Array) -> jax.Array:

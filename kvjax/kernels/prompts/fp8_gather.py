@@ -2,8 +2,8 @@
 
 A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
 neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.
-Elements of fp8 are not touched. Those of NVFP4 are multiplied by their block's scale over `fp8.unit` in float16, which
-holds the product, and rounded once.
+Elements of fp8 are not touched. Those of NVFP4 are multiplied by their block's scale over the unit of the sequence and
+head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ class Part(NamedTuple):
       pages: their regions.
       head_size: elements of a row.
       num_heads: rows of a token.
+      units: reference to int32 `[num_seqs * num_heads]`, the inverse of each unit as two float16.
+      first_unit: that of head 0.
     """
 
     dtype: KVCacheDType
     pages: Pages
     head_size: int
     num_heads: int
+    units: Ref
+    first_unit: Scalar
 
     @property
     def dims(self) -> int:
@@ -84,6 +88,9 @@ def store_chunk(part: Part, chunk: Chunk, transposed: bool, store: Store) -> Non
         unit = jnp.minimum(unit, count - 1)
         head, word = lax.div(unit, jnp.int32(part.words)), lax.rem(unit, jnp.int32(part.words))
         loaded = [_load(part, chunk, token, head, word) for token in range(TOKENS)]
+        if part.pages.regions[1:]:
+            unit = lanes.load_global(part.units, compat.layout_cast(head + part.first_unit, lanes.LAYOUT))
+            loaded = [(*words, unit) for words in loaded]
         decoded = [_decoded(part, chunk, token, *words) for token, words in enumerate(loaded)]
         dim = word * part.dims
         if not transposed:
@@ -136,14 +143,16 @@ def _load_word(pages: Pages, page: Scalar, offset: jax.Array) -> jax.Array:
     return lanes.bits(warpgroups.load_words(pages.ref, page, offset, 4, lanes.LAYOUT), jnp.uint32)
 
 
-def _decoded(part: Part, chunk: Chunk, token: int, word: jax.Array, *scale: jax.Array) -> list[jax.Array]:
+def _decoded(part: Part, chunk: Chunk, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
     """A word of e4m3, or two."""
     is_valid = (chunk.first_valid <= token) & (chunk.num_valid > token)
     words = [word]
-    if scale:
-        both = scale[0] | scale[0] << 8
+    if scales:
+        scale, unit = scales
+        operands = scale | scale << 8, unit
         words = [
-            lanes.asm(_PTX_OF_NVFP4, _nvfp4_model, half, both, results=[jnp.uint32])[0] for half in (word, word >> 16)
+            lanes.asm(_PTX_OF_NVFP4, _nvfp4_model, half, *operands, results=[jnp.uint32])[0]
+            for half in (word, word >> 16)
         ]
     return [jnp.where(is_valid, each, jnp.uint32(0)) for each in words]
 
@@ -155,15 +164,14 @@ def _transposed(words: list[jax.Array]) -> list[jax.Array]:
     return [lanes.permute(*pair, selector) for pair in (low, high) for selector in (0x5410, 0x7632)]
 
 
-_UNIT_BITS = int(np.float16(2.0**14 / fp8.unit(KVCacheDType.NVFP4)).view(np.uint16)) * 0x10001
-
 # The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
-_PTX_OF_NVFP4 = f"""{{
+_PTX_OF_NVFP4 = """{
   .reg .b16 scale, low, high;
   .reg .b32 scales, code, halves, signs, unit;
-  mov.b32 unit, {_UNIT_BITS:#x};
+  mov.b32 unit, 0x74007400;
   cvt.u16.u32 scale, $2;
   cvt.rn.f16x2.e4m3x2 scales, scale;
+  mul.rn.f16x2 scales, scales, $3;
   and.b32 code, $1, 0xFF;
   mul.lo.u32 halves, code, 0x200200;
   mul.lo.u32 signs, code, 0x1001000;
@@ -180,29 +188,38 @@ _PTX_OF_NVFP4 = f"""{{
   mul.rn.f16x2 halves, halves, unit;
   mul.rn.f16x2 halves, halves, scales;
   cvt.rn.satfinite.e4m3x2.f16x2 high, halves;
-  mov.b32 $0, {{low, high}};
-}}"""
+  mov.b32 $0, {low, high};
+}"""
 
 
-def _nvfp4_model(codes: jax.Array, scales: jax.Array) -> list[jax.Array]:
-    """Four codes of the lower half of a word, times the scale of the lower byte of a word."""
+def _nvfp4_model(codes: jax.Array, scales: jax.Array, units: jax.Array) -> list[jax.Array]:
+    """Four codes of the lower half of a word, times the scale in a byte, times the float16 in a half of the last."""
+    unit = lax.bitcast_convert_type(units.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     scale = lax.bitcast_convert_type(scales.astype(jnp.uint8), fp8.DTYPE).astype(jnp.float32)
     result = jnp.zeros_like(codes)
     for i in range(4):
         code = codes >> 4 * i & 0xF
         half = ((code & 7) << 9 | (code & 8) << 12).astype(jnp.uint16)
         x = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**14
-        x = quant.cast(x * scale / fp8.unit(KVCacheDType.NVFP4), fp8.DTYPE)
+        x = quant.cast(x * (scale * unit), fp8.DTYPE)
         result |= lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32) << 8 * i
     return [result]
 
 
 class Sequences(NamedTuple):
-    """The tokens to gather, int32: the block table, and for each sequence its length and its first token to read."""
+    """The tokens to gather.
+
+    Attributes:
+      table: int32 `[num_seqs, max_blocks]`.
+      lens: int32 `[num_seqs]`, the tokens of each sequence.
+      firsts: int32 `[num_seqs]`, the first of each whose value is read.
+      units: float32 `[num_seqs, num_kv_heads]`, what keys and values of NVFP4 are divided by: `fp8.unit_above`.
+    """
 
     table: jax.Array
     lens: jax.Array
     firsts: jax.Array
+    units: tuple[jax.Array, jax.Array]
 
 
 def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
@@ -216,7 +233,7 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
     per_block = spec.block_size // TOKENS
     last_block = pages.shape[0] - 1
 
-    def body(table: Ref, lens: Ref, firsts: Ref, page_ref: Ref, *dense: Ref) -> None:
+    def body(table: Ref, lens: Ref, firsts: Ref, k_units: Ref, v_units: Ref, page_ref: Ref, *dense: Ref) -> None:
         program = lax.axis_index("program")
         entry, part_of_block = lax.div(program, jnp.int32(per_block)), lax.rem(program, jnp.int32(per_block))
         seq = lax.div(entry, jnp.int32(max_blocks))
@@ -225,10 +242,10 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
         is_page = (page >= 0) & (page <= last_block)
         num_valid = jnp.where(is_page, lens[seq] - position, 0)
         page = jnp.clip(page, 0, last_block)
-        for i, (dtype, regions, size, ref) in enumerate(
-            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, strict=True)
+        for i, (dtype, regions, size, ref, units) in enumerate(
+            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, (k_units, v_units), strict=True)
         ):
-            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads)
+            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, seq * heads)
             first_valid = firsts[seq] - position if i else jnp.int32(0)
             chunk = Chunk(page, part_of_block * TOKENS, first_valid, num_valid)
             place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
@@ -237,7 +254,9 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
     words = [num_seqs * num_tokens * heads * size // 4 for size in spec.head_sizes]
     out_type = tuple(jax.ShapeDtypeStruct((count,), jnp.int32) for count in words)
     kernel = compat.program_kernel("gather_fp8", body, num_seqs * max_blocks * per_block, out_type)
-    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, pages)
+    inverses = [lax.bitcast_convert_type((1 / unit).astype(jnp.float16), jnp.uint16) for unit in sequences.units]
+    units = [(bits.astype(jnp.int32) * 0x10001).reshape(-1) for bits in inverses]
+    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, *units, pages)
     size, size_v = spec.head_sizes
     keys, values = (lax.bitcast_convert_type(x, fp8.DTYPE) for x in (keys, values))
     return keys.reshape(num_seqs, num_tokens, heads, size), values.reshape(num_seqs, heads, size_v, num_tokens)

@@ -35,8 +35,8 @@ class Operands(NamedTuple):
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
       first_absent: int32 `[num_prompts]`: all tokens before this one are present.
       ends: int32 `[num_prompts]`: no token from this one on is present.
-      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for
-        none. With several segments there must be none: each would count it.
+      heads: float32 `[3, num_heads]` or, in fp8, `[num_prompts, 3, num_heads]`: a positive factor of the logits, one of
+        the results, and the sink, -inf for none. With several segments there must be none: each would count it.
     """
 
     query: Ref
@@ -97,13 +97,13 @@ class Memory(Protocol):
 
     def end(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the logits."""
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the results."""
 
-    def sink(self, head: Scalar) -> Scalar: ...  # noqa: D102
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar: ...  # noqa: D102
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         """`ROWS` rows of a head."""
@@ -182,14 +182,18 @@ class ArrayMemory:
     def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.ends[prompt]
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[0, head]
+    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
+        heads = self.operands.heads
+        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[1, head]
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(0, prompt, head)
 
-    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[2, head]
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(1, prompt, head)
+
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(2, prompt, head)
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
         return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
@@ -302,13 +306,13 @@ class CallerMemory:
     def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "end")
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale)
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.v_scale, kv_head)
 
-    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
         return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102

@@ -116,7 +116,7 @@ class RowWarpgroup:
         size_v, span, stages = memory.head_size_v, item.span, self.config.stages
         columns = size_v + tiles.GROUP if self.is_fp8 else size_v
         own_query = scratch.query.at[warpgroup]
-        factor = memory.factor(item.head, item.kv_head) * LOG2_E
+        factor = memory.factor(item.prompt, item.head, item.kv_head) * LOG2_E
         if self.is_fp8:
             factor = self.scale * factor
         # A row's logarithms are binary, those of `exp2`.
@@ -157,12 +157,12 @@ class RowWarpgroup:
             acc, total = fp8.results_and_sums(acc)
         else:
             [total] = totals
-        sink = memory.sink(item.head) * LOG2_E
+        sink = memory.sink(item.prompt, item.head) * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink / total, 0.0) * memory.weight(item.head, item.kv_head)
+        weight = jnp.where(total > 0, shrink / total, 0.0) * memory.weight(item.prompt, item.head, item.kv_head)
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
         lse = (shift + jnp.log2(total)) / LOG2_E
         # Only rows that are the sequence's and not another tile's.
