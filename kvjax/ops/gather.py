@@ -182,25 +182,29 @@ def gather_xla(
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
 
-def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array) -> jax.Array:
     """Returns what keys and values of NVFP4 are divided by for products in fp8, for each sequence and head.
 
-    Float32 `[num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens, `fp8.unit_above` the largest; 1 for
-    keys or values of another dtype. The cache has one layer.
+    Float32 `[2, num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens, `fp8.unit_above` the largest; 1
+    for keys or values of another dtype. The cache has one layer.
     """
     spec = cache.spec
     shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
-    there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)[:, :, None, None]
+    there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)
+    has_scales = np.array([part.info.elements_per_scale is not None for part in spec.parts])
 
-    def unit(kv_index: int) -> jax.Array:
-        if spec.parts[kv_index].info.elements_per_scale is None:
-            return jnp.ones((shape[0], shape[2]), jnp.float32)
+    def largest(kv_index: int) -> jax.Array:
+        if not has_scales[kv_index]:
+            return jnp.zeros(shape, jnp.uint8)
         _, scales = page_rows(pages, spec, kv_index)
-        bits = jax.lax.bitcast_convert_type(scales.reshape(*shape, -1), jnp.uint8) & 0x7F
-        return fp8.unit_above(jnp.max(jnp.where(there, jnp.minimum(bits, 0x7E), 0), axis=(1, 3)))
+        bits = jax.lax.bitcast_convert_type(scales.reshape(*shape, -1), jnp.uint8)
+        return jnp.max(jnp.minimum(bits & 0x7F, 0x7E), axis=-1)
 
-    return unit(KEYS), unit(VALUES)
+    # Both together, for fewer kernels.
+    bits = jnp.stack([largest(KEYS), largest(VALUES)])
+    units = fp8.unit_above(jnp.max(jnp.where(there[None, :, :, None], bits, 0), axis=2))
+    return jnp.where(has_scales[:, None, None], units, 1.0)
 
 
 def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]) -> Any:

@@ -154,8 +154,8 @@ def _operands(
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
     heads = jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks])
     if kernel.fp8.is_fp8(dense.prompts.dtype):
-        of_units = [jnp.repeat(unit, num_heads // spec.num_kv_heads, axis=1) for unit in units]
-        heads = heads * jnp.stack([*of_units, jnp.ones_like(of_units[0])], axis=1)
+        of_heads = jnp.repeat(units, num_heads // spec.num_kv_heads, axis=2)
+        heads = heads * jnp.stack([*of_heads, jnp.ones_like(of_heads[0])], axis=1)
     return kernel.Operands(
         rows,
         keys,

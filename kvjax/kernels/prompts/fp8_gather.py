@@ -39,7 +39,7 @@ class Part(NamedTuple):
       pages: their regions.
       head_size: elements of a row.
       num_heads: rows of a token.
-      units: reference to int32 `[num_seqs * num_heads]`, the inverse of each unit as two float16.
+      units: reference to int32 `[2 * num_seqs * num_heads]`, the inverse of each unit as two float16.
       first_unit: that of head 0.
     """
 
@@ -213,13 +213,13 @@ class Sequences(NamedTuple):
       table: int32 `[num_seqs, max_blocks]`.
       lens: int32 `[num_seqs]`, the tokens of each sequence.
       firsts: int32 `[num_seqs]`, the first of each whose value is read.
-      units: float32 `[num_seqs, num_kv_heads]`, what keys and values of NVFP4 are divided by: `fp8.unit_above`.
+      units: float32 `[2, num_seqs, num_kv_heads]`, what keys and values of NVFP4 are divided by: `fp8.unit_above`.
     """
 
     table: jax.Array
     lens: jax.Array
     firsts: jax.Array
-    units: tuple[jax.Array, jax.Array]
+    units: jax.Array
 
 
 def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
@@ -233,7 +233,7 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
     per_block = spec.block_size // TOKENS
     last_block = pages.shape[0] - 1
 
-    def body(table: Ref, lens: Ref, firsts: Ref, k_units: Ref, v_units: Ref, page_ref: Ref, *dense: Ref) -> None:
+    def body(table: Ref, lens: Ref, firsts: Ref, units: Ref, page_ref: Ref, *dense: Ref) -> None:
         program = lax.axis_index("program")
         entry, part_of_block = lax.div(program, jnp.int32(per_block)), lax.rem(program, jnp.int32(per_block))
         seq = lax.div(entry, jnp.int32(max_blocks))
@@ -242,10 +242,11 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
         is_page = (page >= 0) & (page <= last_block)
         num_valid = jnp.where(is_page, lens[seq] - position, 0)
         page = jnp.clip(page, 0, last_block)
-        for i, (dtype, regions, size, ref, units) in enumerate(
-            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, (k_units, v_units), strict=True)
+        for i, (dtype, regions, size, ref) in enumerate(
+            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, strict=True)
         ):
-            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, seq * heads)
+            first_unit = (i * num_seqs + seq) * heads
+            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, first_unit)
             first_valid = firsts[seq] - position if i else jnp.int32(0)
             chunk = Chunk(page, part_of_block * TOKENS, first_valid, num_valid)
             place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
@@ -254,9 +255,9 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
     words = [num_seqs * num_tokens * heads * size // 4 for size in spec.head_sizes]
     out_type = tuple(jax.ShapeDtypeStruct((count,), jnp.int32) for count in words)
     kernel = compat.program_kernel("gather_fp8", body, num_seqs * max_blocks * per_block, out_type)
-    inverses = [lax.bitcast_convert_type((1 / unit).astype(jnp.float16), jnp.uint16) for unit in sequences.units]
-    units = [(bits.astype(jnp.int32) * 0x10001).reshape(-1) for bits in inverses]
-    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, *units, pages)
+    inverse = lax.bitcast_convert_type((1 / sequences.units).astype(jnp.float16), jnp.uint16)
+    units = (inverse.astype(jnp.int32) * 0x10001).reshape(-1)
+    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, units, pages)
     size, size_v = spec.head_sizes
     keys, values = (lax.bitcast_convert_type(x, fp8.DTYPE) for x in (keys, values))
     return keys.reshape(num_seqs, num_tokens, heads, size), values.reshape(num_seqs, heads, size_v, num_tokens)
