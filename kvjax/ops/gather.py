@@ -182,16 +182,17 @@ def gather_xla(
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
 
 
-def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array) -> jax.Array:
+def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array, first: jax.Array) -> jax.Array:
     """Returns what keys and values of NVFP4 are divided by for products in fp8, for each sequence and head.
 
-    Float32 `[2, num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens, `fp8.unit_above` the largest; 1
-    for keys or values of another dtype. The cache has one layer.
+    Float32 `[2, num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens from `first` `[num_seqs]` on,
+    `fp8.unit_above` the largest; 1 for keys or values of another dtype. The cache has one layer.
     """
     spec = cache.spec
     shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
     pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
     there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)
+    there &= jnp.arange(shape[1]) >= first[:, None]
     has_scales = np.array([part.info.elements_per_scale is not None for part in spec.parts])
 
     def largest(kv_index: int) -> jax.Array:

@@ -59,9 +59,7 @@ class Launch(NamedTuple):
         most = most_segments(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
         max_segments = 1 if options.batch_invariant else most
         is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
-        config = kernel.choose(
-            spec, at_once, prompts.max_q_len, num_heads, reached, max_segments, is_fp8=is_fp8
-        )
+        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments, is_fp8=is_fp8)
         return cls(prompts, options, config, at_once)
 
     @property
@@ -137,8 +135,8 @@ def _operands(
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
     if kernel.fp8.is_fp8(dense.prompts.dtype):
         first = jnp.zeros_like(lens) if start is None else start - skipped
-        units = units_of_blocks(cache, table, lens)
-        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Sequences(table, lens, first, units), spec)
+        units = units_of_blocks(cache, table, lens, first)
+        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Gathered(table, lens, first, units), spec)
     else:
         keys, values = dense.gather(table, lens)
         if start is not None:

@@ -7,7 +7,7 @@ of the dense rows, keys and values in 16 bits, sums in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,24 @@ class RowSequences(NamedTuple):
         seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
         seq = jnp.minimum(seq, q_ends.shape[0] - 1)
         return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
+
+
+def of_no_tokens(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of rows that attend to nothing."""
+    num_tokens, num_heads, _ = query.shape
+    lse = jnp.broadcast_to(softmax.sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
+    return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
+
+
+def where_rows(
+    condition: jax.Array, found: Sequence[jax.Array], index: jax.Array, otherwise: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `found[index]` for each row where the condition holds."""
+    out, lse = (
+        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)
+        for x, other in zip(found, otherwise, strict=True)
+    )
+    return out, lse
 
 
 class LayerSequences(NamedTuple):

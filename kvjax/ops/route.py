@@ -120,7 +120,7 @@ _FP8_OPERANDS = frozenset({KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4})
 def _why_no_prompts(spec: AttentionSpec, query: Query, why_no_prompt_kernel: str | None) -> str | None:
     """Why kernels do not serve prompts over a JAX array: none gathers its pages, or bits depend on the batch."""
     if query.query_quantization and why_no_prompt_kernel is not None:
-        return f"query_quantization takes the prompt kernel: {why_no_prompt_kernel}"
+        return f"query_quantization needs the prompt kernel: {why_no_prompt_kernel}"
     if query.invariant is not None and why_no_prompt_kernel is not None:
         return (
             "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"

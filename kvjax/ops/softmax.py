@@ -41,6 +41,18 @@ class TokenChunks(NamedTuple):
     read: Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
+class InFp8(NamedTuple):
+    """Which sequences are attended to as by products in fp8.
+
+    Attributes:
+      is_any: bool `[num_seqs]`.
+      first: int32 `[num_seqs]`, the first token of each that any of its rows sees.
+    """
+
+    is_any: jax.Array
+    first: jax.Array
+
+
 class PartialSoftmax(NamedTuple):
     """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32.
 
@@ -171,9 +183,9 @@ def attend_pages(
     positions: jax.Array,
     arrays: ReadArrays,
     softmax: Softmax,
-    is_fp8: jax.Array | None = None,
+    in_fp8: InFp8 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls `attend` on the pages of a cache of one layer, decoded to float32, and rounded where `is_fp8`.
+    """Calls `attend` on the pages of a cache of one layer, decoded to float32, and rounded where `in_fp8` says.
 
     The layer of `arrays` is not read; the rest is as there. With `batch_invariant` the size of chunks does not depend
     on the number and the lengths of sequences.
@@ -189,25 +201,23 @@ def attend_pages(
     num_chunks = max(1, -(-max_blocks // size))
     table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
 
-    units = None if is_fp8 is None else units_of_blocks(cache, block_table, jnp.maximum(seq_lens, 0))
+    units = None if in_fp8 is None else units_of_blocks(cache, block_table, jnp.maximum(seq_lens, 0), in_fp8.first)
 
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
-        if is_fp8 is None:
-            scales = k_scale, v_scale
-        else:
-            scales = jnp.float32(1.0), jnp.float32(1.0)
+        scales = (k_scale, v_scale) if in_fp8 is None else (jnp.float32(1.0), jnp.float32(1.0))
         stored = gather_xla(cache, blocks, lengths, None, *scales, dtype=np.dtype(np.float32))
-        if is_fp8 is not None and units is not None:
-            stored = tuple(
-                jnp.where(is_fp8[:, None, None, None], fp8.rounded(x, unit[:, None, :, None]), x) * scale
+        if in_fp8 is not None and units is not None:
+            keys, values = (
+                jnp.where(in_fp8.is_any[:, None, None, None], fp8.rounded(x, unit[:, None, :, None]), x) * scale
                 for x, unit, scale in zip(stored, units, (k_scale, v_scale), strict=True)
             )
+            stored = keys, values
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax, is_fp8)
+    return attend(query, TokenChunks(num_chunks, read), positions, sinks, spec, softmax, in_fp8 and in_fp8.is_any)
 
 
 def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

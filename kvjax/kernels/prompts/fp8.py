@@ -2,8 +2,9 @@
 
 - A row of the query is divided by a power of two, so that its largest element is from 128 to 256 and no rounding
   depends on the size of a row. The power multiplies its logits.
-- Weights are relative to the least power of two that no logit's exceeds, times `2**WEIGHTS_EXPONENT`: so what a weight
-  is rounded to does not depend on which tokens share its tile. Below `2**-14` they lose bits, below `2**-18` they are 0.
+- Weights are relative to the least power of two that no weight exceeds, and multiplied by `2**WEIGHTS_EXPONENT`. So
+  what a weight is rounded to does not depend on which tokens share its tile. Weights below `2**-14` lose bits, those
+  below `2**-18` are 0.
 - Tensor cores read e4m3 values only along tokens, so these are transposed, and `warpgroups.in_order_of_products`.
 - The sum of a row's weights is that of the rounded ones: values have `GROUP` rows more, which are ones, so that tensor
   cores sum weights too. A weighted mean of equal values is exact.

@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return self.head_size // self.dims
 
 
-class Chunk(NamedTuple):
+class Neighbours(NamedTuple):
     """`TOKENS` tokens of a page: the page, the first of them there, and the first and the end of those to read."""
 
     page: Scalar
@@ -74,7 +74,7 @@ type Store = Callable[[jax.Array, jax.Array, int, list[jax.Array], jax.Array], N
 """Stores words for a head, the first of four dims, and the number of a token or, transposed, of a dim, where bool."""
 
 
-def store_chunk(part: Part, chunk: Chunk, transposed: bool, store: Store) -> None:
+def store_chunk(part: Part, chunk: Neighbours, transposed: bool, store: Store) -> None:
     """Stores a chunk's keys or values, zeros for tokens that are not to be read.
 
     Not transposed, `store` gets for each token the words of a run of dims; transposed, for each dim its four words of
@@ -109,7 +109,7 @@ _ORDER = np.arange(TOKENS).reshape(2, 4, 2).swapaxes(0, 1).reshape(-1)
 """`warpgroups.in_order_of_products` of the tokens."""
 
 
-def _load(part: Part, chunk: Chunk, token: int, head: jax.Array, word: jax.Array) -> tuple[jax.Array, ...]:
+def _load(part: Part, chunk: Neighbours, token: int, head: jax.Array, word: jax.Array) -> tuple[jax.Array, ...]:
     """A word of a row and, if a block has a scale, the scale's byte."""
     data, *scales = part.pages.regions
     at = data.base + (chunk.token + token) * data.token_stride + head * data.head_stride + word * 4
@@ -143,7 +143,7 @@ def _load_word(pages: Pages, page: Scalar, offset: jax.Array) -> jax.Array:
     return lanes.bits(warpgroups.load_words(pages.ref, page, offset, 4, lanes.LAYOUT), jnp.uint32)
 
 
-def _decoded(part: Part, chunk: Chunk, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
+def _decoded(part: Part, chunk: Neighbours, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
     """A word of e4m3, or two."""
     is_valid = (chunk.first_valid <= token) & (chunk.num_valid > token)
     words = [word]
@@ -161,7 +161,7 @@ def _transposed(words: list[jax.Array]) -> list[jax.Array]:
     """A matrix of four by four bytes, transposed."""
     low = [lanes.permute(words[i], words[i + 1], 0x5140) for i in (0, 2)]  # bytes 0 and 1 of both
     high = [lanes.permute(words[i], words[i + 1], 0x7362) for i in (0, 2)]
-    return [lanes.permute(*pair, selector) for pair in (low, high) for selector in (0x5410, 0x7632)]
+    return [lanes.permute(x, y, selector) for x, y in (low, high) for selector in (0x5410, 0x7632)]
 
 
 # The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
@@ -206,7 +206,7 @@ def _nvfp4_model(codes: jax.Array, scales: jax.Array, units: jax.Array) -> list[
     return [result]
 
 
-class Sequences(NamedTuple):
+class Gathered(NamedTuple):
     """The tokens to gather.
 
     Attributes:
@@ -222,7 +222,7 @@ class Sequences(NamedTuple):
     units: jax.Array
 
 
-def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+def gather(pages: jax.Array, sequences: Gathered, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
     """Keys `[num_seqs, num_tokens, num_kv_heads, head_size]` and values `[.., num_kv_heads, head_size_v, num_tokens]`.
 
     `pages` are flat bytes, `[num_blocks, page_size_bytes]`. Tokens from the length on, in no block of the cache, and
@@ -248,7 +248,7 @@ def gather(pages: jax.Array, sequences: Sequences, spec: AttentionSpec) -> tuple
             first_unit = (i * num_seqs + seq) * heads
             part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, first_unit)
             first_valid = firsts[seq] - position if i else jnp.int32(0)
-            chunk = Chunk(page, part_of_block * TOKENS, first_valid, num_valid)
+            chunk = Neighbours(page, part_of_block * TOKENS, first_valid, num_valid)
             place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
             store_chunk(part, chunk, bool(i), place)
 

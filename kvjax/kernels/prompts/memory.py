@@ -27,8 +27,8 @@ class Operands(NamedTuple):
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`, at least `ROWS` tokens.
       keys: float16 or bfloat16 `[num_prompts, num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple
         of `ALIGNMENT`, at least a tile. Queries are converted to their dtype.
-      values: of their dtype, `[.., head_size_v]`; finite also where no row looks. For products in fp8 both are e4m3, the
-        values `[num_prompts, num_kv_heads, head_size_v, num_tokens]`, tokens `warpgroups.in_order_of_products`.
+      values: of their dtype, `[.., head_size_v]`; finite also where no row looks. For products in fp8 both are e4m3,
+        and values `[num_prompts, num_kv_heads, head_size_v, num_tokens]`, tokens `warpgroups.in_order_of_products`.
       q_starts: int32 `[num_prompts]`, the first row of each sequence.
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
