@@ -80,6 +80,7 @@ def attend(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, ExactWindow]:
     """Runs a layer's attention in a ragged step: writes the new tokens, then each attends to its sequence up to itself.
@@ -110,6 +111,7 @@ def attend(
       max_q_len: most query tokens of a sequence.
       max_prompts: most sequences with more query tokens than `decode_q_len`.
       decode_q_len: most query tokens of a sequence on the decode path.
+      query_quantization: whether prompts are attended to by products in fp8.
       implementation: `"mosaic"` or `"xla"`, for the write and the attention; None chooses for each.
 
     Returns:
@@ -154,6 +156,7 @@ def attend(
         "max_q_len": max_q_len,
         "max_prompts": max_prompts,
         "decode_q_len": decode_q_len,
+        "query_quantization": query_quantization,
     }
     if exact_window is None:
         sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens

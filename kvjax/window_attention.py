@@ -50,6 +50,7 @@ def exact_window_attention(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ExactWindow]:
     """Attends as `ragged_paged_attention` does, with the last `exact_window.size` tokens of each query exact.
@@ -79,6 +80,7 @@ def exact_window_attention(
       max_q_len: most query tokens of a sequence, in XLA too; default `num_tokens`.
       max_prompts: most sequences with more query tokens than `decode_q_len`.
       decode_q_len: most query tokens of a sequence on the decode path.
+      query_quantization: whether prompts attend to pages by products in fp8; exact tokens are not rounded.
       implementation: `"mosaic"` or `"xla"`, for the write and both attentions; None chooses for each.
 
     Returns:
@@ -102,7 +104,12 @@ def exact_window_attention(
         "implementation": implementation,
         **limits,
     }
-    of_cache: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale}
+    of_cache: dict[str, Any] = {
+        "layer": layer,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "query_quantization": query_quantization,
+    }
     if not np.shape(metadata.seq_lens)[0]:  # all rows are padding
         out, _ = ragged_paged_attention(
             query,

@@ -17,17 +17,13 @@ from support import gpu_compile, ragged_suite
 from support.gpu_compile import TARGETS, compile_for
 from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
+from support.ragged_suite import INTERPRETS_JOINS
 
 from kvjax import KVCache, KVCacheDType, ragged_paged_attention, reshape_and_cache_flash
 from kvjax.kernels.target import Target, tracing_for
 from kvjax.ops import ragged
 
 STATIC = ragged_suite.STATIC
-
-
-INTERPRETS_JOINS = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="jax before 0.12 interprets no kernel that joins rows of prompts"
-)
 
 
 def interpreted(*args: Any, **options: Any) -> Any:

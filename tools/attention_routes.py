@@ -51,6 +51,12 @@ EXAMPLES = (
         "head sizes that are not multiples of 16", {"head_size": 72, "dtype": KVCacheDType.FP8_E4M3}, Query(FLOAT16)
     ),
     Example("a scale for each token and head", {"dtype": KVCacheDType.FP8_PER_TOKEN_HEAD}, Query(FLOAT16)),
+    Example(
+        "`query_quantization`, where products in fp8 serve the cache (JAX)",
+        {},
+        Query(FLOAT16, query_quantization=True),
+        is_for_torch=False,
+    ),
     Example("float32 queries", {}, Query(FLOAT32)),
     Example("a window that is an array (JAX)", {}, Query(FLOAT16, is_window_static=False), is_for_torch=False),
 )

@@ -38,21 +38,22 @@ ITEMSIZE = 2
 """Bytes of an element."""
 
 
-def swizzle_of(columns: int) -> int:
+def swizzle_of(columns: int, itemsize: int = ITEMSIZE) -> int:
     """Bytes of a run: the most that divide a row."""
-    return next(size for size in (128, 64, 32) if columns * ITEMSIZE % size == 0)
+    return next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
 
 
-def transforms_of(columns: int) -> tuple[Any, ...]:
+def transforms_of(columns: int, itemsize: int = ITEMSIZE) -> tuple[Any, ...]:
     """The layout of rows in shared memory."""
-    swizzle = swizzle_of(columns)
-    tiling = plgpu.TilingTransform((GROUP, swizzle // ITEMSIZE))  # type: ignore[abstract]
+    swizzle = swizzle_of(columns, itemsize)
+    tiling = plgpu.TilingTransform((GROUP, swizzle // itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> Any:
     """Shared memory of `count` tiles."""
-    return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms_of(columns))
+    transforms = transforms_of(columns, jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
 
 
 def offset(row: Value, column: Value, columns: int) -> Value:

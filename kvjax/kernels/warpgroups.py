@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from kvjax import quant
 from kvjax.kernels import ptx
 from kvjax.kernels.aliases import Context, Kernel, Layout, Lowered, Ref, Value
 from kvjax.kernels.compat import interpreting, layout_cast
@@ -227,6 +228,8 @@ def product(
     """
     if interpreting():  # which has no `run_state`, and multiplies at once
         left, right = a[...], b[...].T if transposed else b[...]
+        if left.dtype.itemsize == 1:  # XLA on a CPU multiplies no float8
+            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
         plgpu.commit_smem()  # tensor cores read shared memory as asynchronous copies do, without this fence
         meanwhile()
         result: jax.Array = jnp.dot(left, right, preferred_element_type=jnp.float32)
@@ -361,3 +364,59 @@ def _per_scalar(run: Callable[..., Any]) -> Kernel:
         return vector.broadcast(ir.VectorType.get((1,), result.type), result)
 
     return of_registers
+
+
+def in_order_of_products(x: jax.Array) -> jax.Array:
+    """The last dimension, a multiple of 16, in the order in which `e4m3_operand` has the columns of an accumulator.
+
+    Of 16 columns a thread has two pairs, 8 apart, and of an operand of 8 bits four neighbours. What it is multiplied by
+    has its rows in this order, so that no thread needs what another has: a sum does not depend on the order.
+    """
+    return x.reshape(*x.shape[:-1], -1, 2, 4, 2).swapaxes(-3, -2).reshape(x.shape)
+
+
+def e4m3_operand(x: jax.Array) -> jax.Array:
+    """An accumulator, float32 `[64, size]`, rounded to e4m3, as the left operand of `product`.
+
+    Its columns are `in_order_of_products`. Numbers past 448 become 448.
+    """
+    dtype = np.dtype(jnp.float8_e4m3fn)
+    if interpreting():
+        x = in_order_of_products(x)
+        most = float(jnp.finfo(dtype).max)
+        return quant.cast(jnp.clip(x, -most, most), dtype)
+
+    def run(_: Context, x: Lowered) -> Lowered:
+        i32 = ir.IntegerType.get_signless(32)
+        four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        code = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        pairs = x.registers.reshape(-1, 2, 2)  # of 16 columns, the columns 8 apart, the rows 8 apart
+        packed = np.empty((pairs.shape[0], 2), dtype=object)
+        for group, half in np.ndindex(packed.shape):
+            numbers = [
+                vector.extract(pairs[group, column, half], [], [element]) for column in range(2) for element in range(2)
+            ]
+            [word] = ptx.inline(code, numbers, [i32])
+            packed[group, half] = vector.bitcast(four, vector.broadcast(ir.VectorType.get((1,), i32), word))
+        layout = mgpu.WGMMA_LAYOUT_8BIT
+        shape = layout.registers_shape(x.shape)
+        return mgpu.FragmentedArray(_registers=packed.reshape(shape), _layout=layout, _is_signed=None)
+
+    layout = plgpu.Layout.WGMMA_8BIT
+    result = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=layout)
+    operand: jax.Array = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)(run)(x)
+    return operand
+
+
+def columns(x: jax.Array, start: int, stop: int) -> jax.Array:
+    """`x[:, start:stop]` of an accumulator; multiples of 8."""
+    if interpreting():
+        return x[:, start:stop]
+    result = plgpu.ShapeDtypeStruct((x.shape[0], stop - start), np.dtype(x.dtype), layout=plgpu.Layout.WGMMA)
+    sliced: jax.Array = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)(
+        lambda _, x: x[:, start:stop]
+    )(x)
+    return sliced

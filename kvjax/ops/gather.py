@@ -14,6 +14,7 @@ from kvjax.cache_views import as_one_layer, flat_pages, pages_of
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
 from kvjax.kernels.codecs import why_not_pages
+from kvjax.kernels.prompts import fp8
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -179,6 +180,32 @@ def gather_xla(
         return jnp.where(there, dense, jnp.zeros((), dtype))
 
     return decode(KEYS, k_scale), decode(VALUES, v_scale)
+
+
+def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array, first: jax.Array) -> jax.Array:
+    """Returns what keys and values of NVFP4 are divided by for products in fp8, for each sequence and head.
+
+    Float32 `[2, num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens from `first` `[num_seqs]` on,
+    `fp8.unit_above` the largest; 1 for keys or values of another dtype. The cache has one layer.
+    """
+    spec = cache.spec
+    shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads
+    pages = cache.kv[jnp.clip(block_table, 0, cache.num_blocks - 1)]
+    there = token_mask(block_table, seq_lens, cache.num_blocks, spec.block_size)
+    there &= jnp.arange(shape[1]) >= first[:, None]
+    has_scales = np.array([part.info.elements_per_scale is not None for part in spec.parts])
+
+    def largest(kv_index: int) -> jax.Array:
+        if not has_scales[kv_index]:
+            return jnp.zeros(shape, jnp.uint8)
+        _, scales = page_rows(pages, spec, kv_index)
+        bits = jax.lax.bitcast_convert_type(scales.reshape(*shape, -1), jnp.uint8)
+        return jnp.max(jnp.minimum(bits & 0x7F, 0x7E), axis=-1)
+
+    # Both together, for fewer kernels.
+    bits = jnp.stack([largest(KEYS), largest(VALUES)])
+    units = fp8.unit_above(jnp.max(jnp.where(there[None, :, :, None], bits, 0), axis=2))
+    return jnp.where(has_scales[:, None, None], units, 1.0)
 
 
 def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]) -> Any:

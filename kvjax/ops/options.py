@@ -43,6 +43,7 @@ class Given(NamedTuple):
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
       implementation: of `ops.select`; None to choose.
+      query_quantization: whether prompts are attended to by products in fp8.
     """
 
     sm_scale: float
@@ -51,6 +52,7 @@ class Given(NamedTuple):
     return_lse: bool
     batch_invariant: bool
     implementation: str | None
+    query_quantization: bool = False
 
 
 class Limits(NamedTuple):

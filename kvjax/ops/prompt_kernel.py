@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.cache_views import flat_pages
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.attention import Softmax
-from kvjax.ops.gather import token_mask
+from kvjax.kernels.prompts import fp8_gather
+from kvjax.ops.gather import token_mask, units_of_blocks
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_segments, prompts_at_once, restricting
 from kvjax.ops.prompts import (
@@ -56,7 +58,8 @@ class Launch(NamedTuple):
         at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
         most = most_segments(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
         max_segments = 1 if options.batch_invariant else most
-        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
+        is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
+        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments, is_fp8=is_fp8)
         return cls(prompts, options, config, at_once)
 
     @property
@@ -83,7 +86,8 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
     out, lse = results
     results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
-    alignment = kernel.TOKENS if options.batch_invariant else kernel.ALIGNMENT
+    is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
+    alignment = kernel.TOKENS if options.batch_invariant or is_fp8 else kernel.ALIGNMENT
 
     def attend_lot(
         results: tuple[jax.Array, jax.Array], lot: LayerSequences
@@ -129,9 +133,14 @@ def _operands(
     step = alignment // math.gcd(alignment, size)
     columns = max(table.shape[1], -(-kernel.TOKENS // size))
     table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
-    keys, values = dense.gather(table, lens)
-    if start is not None:
-        values = _without_tokens_before(values, start - skipped, size)
+    if kernel.fp8.is_fp8(dense.prompts.dtype):
+        first = jnp.zeros_like(lens) if start is None else start - skipped
+        units = units_of_blocks(cache, table, lens, first)
+        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Gathered(table, lens, first, units), spec)
+    else:
+        keys, values = dense.gather(table, lens)
+        if start is not None:
+            values = _without_tokens_before(values, start - skipped, size)
     is_there = token_mask(table, lens, cache.num_blocks, size)
     token = jnp.arange(is_there.shape[1], dtype=jnp.int32)[None, :]
     # One reduction for both.
@@ -141,6 +150,10 @@ def _operands(
     has_scale = spec.dtype.parts[1].info.layer_scale is not None
     factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
     none = jnp.full(num_heads, -jnp.inf, jnp.float32)
+    heads = jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks])
+    if kernel.fp8.is_fp8(dense.prompts.dtype):
+        of_heads = jnp.repeat(units, num_heads // spec.num_kv_heads, axis=2)
+        heads = heads * jnp.stack([*of_heads, jnp.ones_like(of_heads[0])], axis=1)
     return kernel.Operands(
         rows,
         keys,
@@ -151,7 +164,7 @@ def _operands(
         jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
         first_absent,
         -minus_end,
-        jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks]),
+        heads,
     )
 
 

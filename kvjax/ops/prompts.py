@@ -7,7 +7,7 @@ of the dense rows, keys and values in 16 bits, sums in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import Softmax
+from kvjax.kernels.prompts import fp8
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.ops.options import num_reached_blocks, prompts_at_once, restricting
@@ -39,6 +40,24 @@ class RowSequences(NamedTuple):
         seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
         seq = jnp.minimum(seq, q_ends.shape[0] - 1)
         return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
+
+
+def of_no_tokens(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of rows that attend to nothing."""
+    num_tokens, num_heads, _ = query.shape
+    lse = jnp.broadcast_to(softmax.sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
+    return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
+
+
+def where_rows(
+    condition: jax.Array, found: Sequence[jax.Array], index: jax.Array, otherwise: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `found[index]` for each row where the condition holds."""
+    out, lse = (
+        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)
+        for x, other in zip(found, otherwise, strict=True)
+    )
+    return out, lse
 
 
 class LayerSequences(NamedTuple):
@@ -158,6 +177,7 @@ class Dense(NamedTuple):
     Such elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
     keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
     2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
+    For products in fp8, whose keys and values `fp8_gather` gathers, the factor has the whole scale of the keys.
     Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
     the query's dtype if it is theirs, else all is float32.
 
@@ -177,6 +197,8 @@ class Dense(NamedTuple):
     def of(cls, prompts: Prompts, sequences: LayerSequences) -> Dense:
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
+        if fp8.is_fp8(prompts.dtype):
+            return cls(prompts, sequences, of_each_head(k_scale, spec, num_heads), jnp.ones_like(k_scale))
         if spec.dtype.parts[0].info.layer_scale is None:
             return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)

@@ -13,6 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import attention as kernel
 from kvjax.kernels import prompts as prompt_kernels
 from kvjax.kernels.target import current
@@ -42,8 +43,8 @@ from kvjax.ops.attention import (
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
-from kvjax.ops.route import Query, route
-from kvjax.ops.softmax import attend_pages, sinks_of_heads
+from kvjax.ops.route import Query, route, why_no_query_quantization
+from kvjax.ops.softmax import InFp8, attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
 
@@ -57,6 +58,7 @@ class RaggedOptions(AttentionOptions, total=False):
     max_q_len: int | None
     max_prompts: int | None
     decode_q_len: int | None
+    query_quantization: bool
 
 
 @overload
@@ -104,6 +106,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of each sequence's last tokens over its cached tokens, with a query length per sequence.
@@ -143,6 +146,10 @@ def ragged_paged_attention(
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
         Python int, default `max_q_len` if that is at most 8, else 1. With 0 none does, and a sequence of one query
         token counts towards `max_prompts`.
+      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
+        products in fp8: query, weights, and elements of NVFP4 are rounded to e4m3, 3 bits after the leading one. For
+        caches of fp8_e4m3 and NVFP4, also of one's keys and the other's values, and head sizes of 32, 64, 96 and 128.
+        docs/attention.md has its error and its time.
       implementation: `"mosaic"` (the kernels; an online softmax for prompts that none serves), `"xla"`, or `None` to
         choose.
 
@@ -177,6 +184,7 @@ def ragged_paged_attention(
             return_lse,
             batch_invariant,
             implementation,
+            query_quantization,
         ),
         as_limits(max_q_len, max_prompts, decode_q_len),
     )
@@ -203,6 +211,7 @@ def attend_ragged(
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
     return_lse = as_bool("return_lse", given.return_lse)
+    query_quantization = as_bool("query_quantization", given.query_quantization)
     sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
@@ -220,6 +229,9 @@ def attend_ragged(
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
     rows = decode_rows[1] * query.shape[1] if cache.spec.is_mla else None
     asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch, rows)
+    asked = asked._replace(query_quantization=query_quantization)
+    if query_quantization and (reason := why_no_query_quantization(cache.spec, asked)):
+        raise UnsupportedError(reason)
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
@@ -238,6 +250,7 @@ def attend_ragged(
                 window=window,
                 logits_soft_cap=as_soft_cap(given.logits_soft_cap),
                 batch_invariant=batch_invariant,
+                query_quantization=query_quantization,
             ),
             asked,
         ),
@@ -247,13 +260,6 @@ def attend_ragged(
         (attended[0], lse[0]) if attended.shape[0] == 1 else (jnp.sum(attended, axis=0), jnp.max(lse, axis=0))
     )
     return (attended, lse) if return_lse else attended
-
-
-def _nothing(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the results of rows that attend to nothing."""
-    num_tokens, num_heads, _ = query.shape
-    lse = jnp.broadcast_to(sinks_of_heads(sinks, num_heads)[None], (num_tokens, num_heads))
-    return jnp.zeros((num_tokens, num_heads, head_size_v), query.dtype), lse
 
 
 class StaticOptions(NamedTuple):
@@ -282,7 +288,7 @@ def _ragged_xla(
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
       arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
         `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
-      options: the call's; no result depends on its `limits`.
+      options: the call's; no result depends on its `limits`, but for which rows are those of prompts.
 
     Returns:
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
@@ -290,7 +296,7 @@ def _ragged_xla(
     """
     read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
     num_tokens, num_seqs = query.shape[0], read.block_table.shape[0]
-    nothing = _nothing(query, read.sinks, cache.spec.head_size_v)
+    nothing = prompts.of_no_tokens(query, read.sinks, cache.spec.head_size_v)
     if not query.size or not num_seqs:
         return nothing[0][None], nothing[1][None]
     cache, block_table = in_one_layer(cache, read.layer, read.block_table)
@@ -310,7 +316,12 @@ def _ragged_xla(
         position = jnp.where(is_row, jnp.maximum(lens, 0)[:, None] - (q_ends[seq][:, None] - row), -1)
         rows = query[jnp.clip(row, 0, num_tokens - 1)]
         own = read._replace(block_table=block_table[seq], seq_lens=lens)
-        out, lse = attend_pages(cache, rows, position, own, softmax)
+        in_fp8 = None
+        if softmax.query_quantization:
+            q_lens = (q_ends - q_starts)[seq]
+            first = jnp.zeros_like(lens) if softmax.window is None else lens - q_lens - (softmax.window - 1)
+            in_fp8 = InFp8(q_lens > options.limits.decode_q_len, jnp.maximum(first, 0))
+        out, lse = attend_pages(cache, rows, position, own, softmax, in_fp8)
         return out.astype(query.dtype), lse
 
     # The last tile of a sequence may hold a single row.
@@ -318,19 +329,8 @@ def _ragged_xla(
     out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
     rows = prompts.RowSequences.of(num_tokens, q_starts, q_ends)
     index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
-    out, lse = _where(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
+    out, lse = prompts.where_rows(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
     return out[None], lse[None]
-
-
-def _where(
-    condition: jax.Array, found: Sequence[jax.Array], index: jax.Array, otherwise: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `found[index]` for each row where the condition holds."""
-    out, lse = (
-        jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x[jnp.clip(index, 0, x.shape[0] - 1)], other)
-        for x, other in zip(found, otherwise, strict=True)
-    )
-    return out, lse
 
 
 def _as_read(
@@ -362,13 +362,13 @@ def _ragged_mosaic(
     from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
 
     source, decoded = jnp.full(num_tokens, -1, jnp.int32), None
-    short = _nothing(query, sinks, cache.spec.head_size_v)
+    short = prompts.of_no_tokens(query, sinks, cache.spec.head_size_v)
     if decode_q_len:
         of_short = read._replace(seq_lens=jnp.where(is_short, seq_lens, 0))
         decoded = _decode(cache, query, of_short, q_lens, q_ends, decode_q_len, softmax)
         index = rows.seq * decode_q_len + decode_q_len - from_end
         source = jnp.where(rows.is_any & is_short[rows.seq], index, source)
-        short = _where(source >= 0, decoded, source, short)
+        short = prompts.where_rows(source >= 0, decoded, source, short)
     if not max_prompts:
         return short[0][None], short[1][None]
 
@@ -392,7 +392,7 @@ def _ragged_mosaic(
         out, lse = prompt_kernel.attend(launch, prompt_kernels.join(source, decoded, sinks, result))
         return out[None], lse[None]
     found = prompts.attend(long, softmax)
-    out, lse = _where(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
+    out, lse = prompts.where_rows(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
     return out[None], lse[None]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import attention, mla
 from kvjax.kernels import prompts as prompt_kernel
 from kvjax.kernels.attention import BatchSizes
@@ -29,6 +30,7 @@ class Query(NamedTuple):
       has_prompts: whether sequences with more query tokens than `decode_q_len` may come.
       invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
       rows: query heads times query tokens of a sequence that decodes, for latents; None where unknown: maybe many.
+      query_quantization: whether prompts are attended to by products in fp8.
     """
 
     dtype: np.dtype[Any]
@@ -37,6 +39,7 @@ class Query(NamedTuple):
     has_prompts: bool = False
     invariant: BatchSizes | None = None
     rows: int | None = None
+    query_quantization: bool = False
 
 
 class Route(NamedTuple):
@@ -58,7 +61,7 @@ class Route(NamedTuple):
 def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     """Returns what serves a call over caches of a spec; `target` is None for an unknown GPU, as able as any."""
     target = target or Target()
-    dense = dense_dtype(spec, query.dtype)
+    dense = prompt_kernel.fp8.DTYPE if query.query_quantization else dense_dtype(spec, query.dtype)
     neither = _why_neither_kernel(spec, query)
     decode = neither or _why_no_decode_kernel(spec, query, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
@@ -99,11 +102,33 @@ def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any
         return f"query: got {query.dtype}, expected {spec.storage_dtype} as the cache"
     if not query.has_positive_scale:  # it takes the maximum of a row before it multiplies
         return "sm_scale: got 0 or less, expected a positive number"
+    if query.query_quantization and (reason := why_no_query_quantization(spec, query)):
+        return reason
     return prompt_kernel.why_not((spec.head_size, spec.head_size_v), target)
+
+
+def why_no_query_quantization(spec: AttentionSpec, query: Query) -> str | None:
+    """Why products in fp8 serve no prompts over caches of a spec, on whatever GPU; None if they do."""
+    if bad := [part.value for part in spec.dtype.parts if part.byte_format not in _FP8_OPERANDS]:
+        expected = ", ".join(dtype.value for dtype in sorted(_FP8_OPERANDS, key=lambda dtype: dtype.value))
+        return f"query_quantization: got a cache with keys or values of {bad[0]}, expected {expected}"
+    if reason := prompt_kernel.fp8.why_not((spec.head_size, spec.head_size_v), spec.block_size):
+        return f"query_quantization: {reason}"
+    if query.dtype == np.float32:
+        return "query_quantization: got a query of float32, expected float16 or bfloat16"
+    if not query.has_positive_scale:
+        return "query_quantization: got sm_scale of 0 or less, expected a positive number"
+    return None
+
+
+_FP8_OPERANDS = frozenset({KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4})
+"""Dtypes of keys or values that e4m3 holds, or rounds; that of 4/6 is NVFP4's."""
 
 
 def _why_no_prompts(spec: AttentionSpec, query: Query, why_no_prompt_kernel: str | None) -> str | None:
     """Why kernels do not serve prompts over a JAX array: none gathers its pages, or bits depend on the batch."""
+    if query.query_quantization and why_no_prompt_kernel is not None:
+        return f"query_quantization needs the prompt kernel: {why_no_prompt_kernel}"
     if query.invariant is not None and why_no_prompt_kernel is not None:
         return (
             "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"

@@ -17,7 +17,8 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import ReadArrays, Softmax
-from kvjax.ops.gather import gather_xla, token_mask
+from kvjax.kernels.prompts import fp8
+from kvjax.ops.gather import gather_xla, token_mask, units_of_blocks
 from kvjax.spec import AttentionSpec
 
 CHUNK_BYTES = 64 << 20
@@ -57,6 +58,18 @@ class TokenChunks(NamedTuple):
     tree: Tree | None = None
 
 
+class InFp8(NamedTuple):
+    """Which sequences are attended to as by products in fp8.
+
+    Attributes:
+      is_any: bool `[num_seqs]`.
+      first: int32 `[num_seqs]`, the first token of each that any of its rows sees.
+    """
+
+    is_any: jax.Array
+    first: jax.Array
+
+
 class PartialSoftmax(NamedTuple):
     """Per row, `[num_seqs, num_kv_heads, num_rows, group]`: the result of the chunks so far, in float32.
 
@@ -80,6 +93,7 @@ def attend(
     sinks: jax.Array | None,
     spec: AttentionSpec,
     softmax: Softmax,
+    is_fp8: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with each row, at its position, to the tokens of its sequence up to there.
 
@@ -92,6 +106,8 @@ def attend(
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
       spec: of the cache that they are of.
       softmax: the options.
+      is_fp8: bool `[num_seqs]`, whose query and weights are rounded as products in fp8 round them, like their keys and
+        values; None for none.
 
     Returns:
       float32 `[num_seqs, num_rows, num_heads, head_size_v]` and `[num_seqs, num_rows, num_heads]`.
@@ -101,6 +117,10 @@ def attend(
     group = num_heads // num_kv_heads
     grouped = jnp.swapaxes(query.reshape(num_seqs, num_rows, num_kv_heads, group, head_size), 1, 2)
     sink = sinks_of_heads(sinks, num_heads).reshape(1, num_kv_heads, 1, group)
+    of_rows = None
+    if is_fp8 is not None:
+        grouped = jnp.where(is_fp8[:, None, None, None, None], fp8.rounded_rows(grouped), grouped.astype(jnp.float32))
+        of_rows = is_fp8[:, None, None, None]
 
     first = chunks.read(0)
     unit = _unit(chunks.number * first[0].shape[1], first[1].dtype)
@@ -129,9 +149,15 @@ def attend(
         if cap is not None:
             logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(seen[:, None, :, None, :], logits, -jnp.inf)
-        largest = jnp.maximum(state.largest, jnp.max(logits, axis=-1, initial=-jnp.inf))
+        largest = jnp.max(logits, axis=-1, initial=-jnp.inf)
+        if of_rows is not None:
+            largest = jnp.where(of_rows, fp8.power_above(largest), largest)
+        largest = jnp.maximum(state.largest, largest)
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)  # -inf if nothing is unmasked: inf - inf would be NaN
-        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None]) * unit
+        kept, weights = jnp.exp(state.largest - shift), jnp.exp(logits - shift[..., None])
+        if of_rows is not None:
+            weights = jnp.where(of_rows[..., None], fp8.rounded_weights(weights), weights)
+        weights *= unit
         weighted = jnp.einsum(
             "shqgt,sthd->shqgd",
             weights.astype(values.dtype),
@@ -144,9 +170,10 @@ def attend(
         )
 
     shape = grouped.shape[:-1]
+    first_largest = sink if of_rows is None else jnp.where(of_rows, fp8.power_above(sink), sink)
     nothing = PartialSoftmax(
-        jnp.broadcast_to(sink, shape),  # a sink is a logit without a value
-        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, unit), shape),
+        jnp.broadcast_to(first_largest, shape),  # a sink is a logit without a value
+        jnp.broadcast_to(jnp.where(sink == -jnp.inf, 0.0, jnp.exp(sink - first_largest) * unit), shape),
         jnp.zeros((*shape, head_size_v), jnp.float32),
     )
     # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
@@ -175,8 +202,9 @@ def attend_pages(
     positions: jax.Array,
     arrays: ReadArrays,
     softmax: Softmax,
+    in_fp8: InFp8 | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Calls `attend` on the pages of a cache of one layer, decoded to float32.
+    """Calls `attend` on the pages of a cache of one layer, decoded to float32, and rounded where `in_fp8` says.
 
     The layer of `arrays` is not read; the rest is as there. With `batch_invariant` the size of chunks does not depend
     on the number and the lengths of sequences.
@@ -192,15 +220,24 @@ def attend_pages(
     num_chunks = max(1, -(-max_blocks // size))
     table = jnp.pad(block_table, ((0, 0), (0, num_chunks * size - max_blocks)), constant_values=-1)
 
+    units = None if in_fp8 is None else units_of_blocks(cache, block_table, jnp.maximum(seq_lens, 0), in_fp8.first)
+
     def read(number: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         blocks = lax.dynamic_slice_in_dim(table, number * size, size, axis=1)
         lengths = jnp.maximum(seq_lens, 0) - number * (size * spec.block_size)
-        stored = gather_xla(cache, blocks, lengths, None, k_scale, v_scale, dtype=np.dtype(np.float32))
+        scales = (k_scale, v_scale) if in_fp8 is None else (jnp.float32(1.0), jnp.float32(1.0))
+        stored = gather_xla(cache, blocks, lengths, None, *scales, dtype=np.dtype(np.float32))
+        if in_fp8 is not None and units is not None:
+            keys, values = (
+                jnp.where(in_fp8.is_any[:, None, None, None], fp8.rounded(x, unit[:, None, :, None]), x) * scale
+                for x, unit, scale in zip(stored, units, (k_scale, v_scale), strict=True)
+            )
+            stored = keys, values
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    own = None if tree is None else Tree(tree, seq_lens)
-    return attend(query, TokenChunks(num_chunks, read, own), positions, sinks, spec, softmax)
+    own = TokenChunks(num_chunks, read, None if tree is None else Tree(tree, seq_lens))
+    return attend(query, own, positions, sinks, spec, softmax, in_fp8 and in_fp8.is_any)
 
 
 def _of_latents(latents: jax.Array, rope_keys: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from kvjax import quant
 from kvjax.kernels.prompts import ALIGNMENT, LEFT, ROWS, Operands, PromptConfig, PromptProblem
+from kvjax.kernels.warpgroups import in_order_of_products
 
 
 def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptProblem, config: PromptConfig) -> None:
@@ -21,7 +24,14 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
     assert keys.shape[1] >= config.tokens
     row, token = jnp.arange(num_tokens), jnp.arange(keys.shape[1])
     most = float(jnp.finfo(keys.dtype).max)
-    grouped = jnp.clip(query, -most, most).astype(keys.dtype).astype(jnp.float32)
+    is_fp8 = keys.dtype.itemsize == 1
+    if is_fp8:
+        values = jnp.zeros_like(values).at[..., in_order_of_products(jnp.arange(values.shape[3]))].set(values)
+        values = jnp.moveaxis(values, 3, 1)
+        query, power = fp8_rows(query)
+        grouped = query.astype(jnp.float32) * power
+    else:
+        grouped = jnp.clip(query, -most, most).astype(keys.dtype).astype(jnp.float32)
     grouped = grouped.reshape(num_tokens, num_kv_heads, -1, head_size)
     sink = sinks.reshape(num_kv_heads, -1, 1)
 
@@ -41,9 +51,17 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
         # As in the kernel, weights are rounded before they are divided by their sum.
         largest = jnp.max(logits, axis=-1)
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)
+        if is_fp8:  # relative to a power of two, and their sum is that of the rounded ones
+            shift = jnp.ceil(shift * np.log2(np.e)) / np.log2(np.e)
         weights = jnp.exp(logits - shift[..., None])
-        attended = jnp.einsum("hgrt,thd->rhgd", weights.astype(key.dtype), value, preferred_element_type=jnp.float32)
-        own_lse = jnp.logaddexp(shift + jnp.log(weights.sum(axis=-1)), sink)
+        if is_fp8:
+            weights = quant.cast(weights * 256, np.dtype(key.dtype)).astype(jnp.float32) / 256
+            value = value.astype(jnp.float32)
+        else:
+            value, weights_sum = value, weights.sum(axis=-1)
+            weights = weights.astype(key.dtype)
+        attended = jnp.einsum("hgrt,thd->rhgd", weights, value, preferred_element_type=jnp.float32)
+        own_lse = jnp.logaddexp(shift + jnp.log(weights.sum(axis=-1) if is_fp8 else weights_sum), sink)
         share = jnp.where(own_lse == -jnp.inf, 0.0, jnp.exp(shift - own_lse))
         attended = (attended * jnp.moveaxis(share, -1, 0)[..., None]).reshape(num_tokens, num_heads, -1)
         attended *= v_factor[None, :, None]
@@ -59,6 +77,14 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
     # The kernel takes items from the number on that its queue begins with.
     is_new = claims[0] == 0
     out[0], lse[0] = jnp.where(is_new, whole, jnp.nan), jnp.where(is_new, whole_lse, jnp.nan)
+
+
+def fp8_rows(query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows divided by a power of two, which the largest element then has as its binary exponent 7; and the power."""
+    query = query.astype(jnp.float32)
+    _, exponent = jnp.frexp(jnp.max(jnp.abs(query), axis=-1, keepdims=True))
+    power = jnp.ldexp(jnp.float32(1.0), jnp.maximum(exponent - 8, -126))
+    return quant.cast(query / power, np.dtype(jnp.float8_e4m3fn)), power
 
 
 def join(source: jax.Array, packed: Any, sinks: Any, result: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 
 from support import attention_suite as suite
 from support.attention_suite import Attend, Case
@@ -15,7 +17,15 @@ from support.helpers import assert_same_bytes
 BUCKETS = ("max_q_len", "max_prompts", "decode_q_len")
 
 
-STATIC = (*BUCKETS, "sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation", "batch_invariant")
+STATIC = (
+    *BUCKETS, "sm_scale", "sliding_window", "logits_soft_cap", "return_lse", "implementation", "batch_invariant",
+    "query_quantization",
+)  # fmt: skip
+
+
+INTERPRETS_JOINS = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax before 0.12 interprets no kernel that joins rows of prompts"
+)
 
 
 PADDING = 3

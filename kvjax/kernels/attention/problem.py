@@ -96,6 +96,7 @@ class Softmax(NamedTuple):
       logits_soft_cap: logits become `cap * tanh(logit / cap)`, positive and finite; None for no cap.
       batch_invariant: whether a sequence has the same bits whatever else is in the batch.
       tree_tokens: query tokens that `ReadArrays.tree` has bits for; None for those of the query.
+      query_quantization: whether prompts are attended to by products in fp8; the decode kernel ignores it.
     """
 
     sm_scale: float
@@ -103,6 +104,7 @@ class Softmax(NamedTuple):
     logits_soft_cap: float | None = None
     batch_invariant: bool = False
     tree_tokens: int | None = None
+    query_quantization: bool = False
 
 
 class ReadArrays(NamedTuple):

@@ -15,6 +15,7 @@ from kvjax.kernels.lanes.access import load_shared as load_shared
 from kvjax.kernels.lanes.access import load_transposed as load_transposed
 from kvjax.kernels.lanes.access import prefetch_global as prefetch_global
 from kvjax.kernels.lanes.access import store_global as store_global
+from kvjax.kernels.lanes.access import store_global_words as store_global_words
 from kvjax.kernels.lanes.access import store_shared as store_shared
 from kvjax.kernels.lanes.copies import Chunks as Chunks
 from kvjax.kernels.lanes.copies import Copy as Copy

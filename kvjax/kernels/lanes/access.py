@@ -200,6 +200,30 @@ def store_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Ar
     plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
 
 
+def store_global_words(ref: Ref, index: jax.Array, words: Sequence[jax.Array], condition: jax.Array) -> None:
+    """Stores 1, 2 or 4 words from element `index` of a one-dimensional reference to int32 on, where `condition` holds.
+
+    The address is a multiple of their size.
+    """
+    if compat.interpreting():
+        data = ref[...]
+        for i, word in enumerate(words):
+            data = data.at[jnp.where(condition, index + i, data.shape[0])].set(bits(word, jnp.int32), mode="drop")
+        ref[...] = data
+        return
+
+    def run(_: Context, ref: Lowered, index: Lowered, condition: Lowered, *words: Lowered) -> None:
+        address = global_address(ref, to_word(index), 4)
+        registers = ", ".join(f"${i + 2}" for i in range(len(words)))
+        kind, value = ("b32", registers) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{registers}}}")
+        code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{kind} [$0], {value}; }}"
+        ptx.inline(code, [address, to_word(condition), *map(to_word, words)], [], side_effects=True)
+
+    types = plgpu.RefType(), *((LAYOUT,) * (2 + len(words)))
+    words = [bits(word, jnp.uint32) for word in words]
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32), *words)
+
+
 def global_address(ref: Lowered, index: Value, itemsize: int) -> Value:
     """The address of an element of a reference in global memory, as i64."""
     i64 = ir.IntegerType.get_signless(64)

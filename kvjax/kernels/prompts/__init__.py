@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Kernel, Ref
+from kvjax.kernels.prompts import fp8 as fp8
 from kvjax.kernels.prompts.memory import ArrayMemory
 from kvjax.kernels.prompts.memory import Operands as Operands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
@@ -68,7 +69,7 @@ def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: PromptP
         memory = ArrayMemory(Operands(*refs[:count]), *refs[count : count + 3])
         run(problem, config, memory, Scratch(*refs[count + 3 :]))
 
-    sizes = keys.shape[3], values.shape[3], keys.dtype
+    sizes = keys.shape[3], values.shape[2 if fp8.is_fp8(keys.dtype) else 3], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)
     kernel = kernel_of(body, config, sizes, ready, max(1, min(most_items, current().multiprocessors)))
     kernel(*operands, out, lse, claims)
@@ -87,17 +88,18 @@ def kernel_of(
       num_blocks: thread blocks.
     """
     size, size_v, dtype = sizes
+    values = (size_v + tiles.GROUP, config.tokens) if fp8.is_fp8(dtype) else (config.tokens, size_v)
     kernel: Kernel = plgpu.kernel(
         compat.named("prompt_attention", body),
         out_type=(),
         scratch_types=[
             tiles.shared(WARPGROUPS, ROWS, size, dtype),
             tiles.shared(config.stages, config.tokens, size, dtype),
-            tiles.shared(config.stages, config.tokens, size_v, dtype),
+            tiles.shared(config.stages, *values, dtype),
             plgpu.SMEM((len(Claimed._fields),), np.dtype(np.int32)),
             ready,
             ready,
-            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS) if config.overlaps else plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         grid=(num_blocks,),
         grid_names=("block",),

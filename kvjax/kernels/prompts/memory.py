@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.memory import Number
+from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS
 
 
@@ -26,15 +27,16 @@ class Operands(NamedTuple):
       query: float16 or bfloat16 `[num_tokens, num_heads, head_size]`, at least `ROWS` tokens.
       keys: float16 or bfloat16 `[num_prompts, num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple
         of `ALIGNMENT`, at least a tile. Queries are converted to their dtype.
-      values: of their dtype, `[.., head_size_v]`; finite also where no row looks.
+      values: of their dtype, `[.., head_size_v]`; finite also where no row looks. For products in fp8 both are e4m3,
+        and values `[num_prompts, num_kv_heads, head_size_v, num_tokens]`, tokens `warpgroups.in_order_of_products`.
       q_starts: int32 `[num_prompts]`, the first row of each sequence.
       q_lens: int32 `[num_prompts]`, its rows, at most `max_q_len`.
       positions: int32 `[num_prompts]`, the index of its first row's token among the dense ones; may be negative.
       bias: float32 `[num_prompts, num_tokens]`, 0, or -inf for tokens that are absent.
       first_absent: int32 `[num_prompts]`: all tokens before this one are present.
       ends: int32 `[num_prompts]`: no token from this one on is present.
-      heads: float32 `[3, num_heads]`: a positive factor of the logits, one of the results, and the sink, -inf for
-        none. With several segments there must be none: each would count it.
+      heads: float32 `[3, num_heads]` or, in fp8, `[num_prompts, 3, num_heads]`: a positive factor of the logits, one of
+        the results, and the sink, -inf for none. With several segments there must be none: each would count it.
     """
 
     query: Ref
@@ -95,13 +97,13 @@ class Memory(Protocol):
 
     def end(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the logits."""
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the results."""
 
-    def sink(self, head: Scalar) -> Scalar: ...  # noqa: D102
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar: ...  # noqa: D102
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         """`ROWS` rows of a head."""
@@ -143,8 +145,13 @@ class ArrayMemory:
 
     @property
     def head_size_v(self) -> int:  # noqa: D102
-        size: int = self.operands.values.shape[3]
+        shape = self.operands.values.shape
+        size: int = shape[2 if self._is_fp8 else 3]
         return size
+
+    @property
+    def _is_fp8(self) -> bool:
+        return fp8.is_fp8(self.operands.values.dtype)
 
     @property
     def num_prompts(self) -> int:  # noqa: D102
@@ -175,14 +182,18 @@ class ArrayMemory:
     def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.ends[prompt]
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[0, head]
+    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
+        heads = self.operands.heads
+        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[1, head]
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(0, prompt, head)
 
-    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
-        return self.operands.heads[2, head]
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(1, prompt, head)
+
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
+        return self._of_head(2, prompt, head)
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
         return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
@@ -203,6 +214,11 @@ class ArrayMemory:
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
         buffer, slot, ready = stage
+        if values and self._is_fp8:
+            source = source.at[prompt, kv_head, :, pl.ds(first, buffer.shape[2])]
+            buffer = buffer.at[slot, pl.ds(0, self.head_size_v)]
+            plgpu.copy_gmem_to_smem(source, buffer, ready.at[slot])
+            return
         tokens = pl.ds(first, buffer.shape[1])
         plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
 
@@ -290,13 +306,13 @@ class CallerMemory:
     def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "end")
 
-    def factor(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale)
 
-    def weight(self, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.v_scale, kv_head)
 
-    def sink(self, head: Scalar) -> Scalar:  # noqa: D102
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
         return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102

@@ -9,6 +9,9 @@ first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
 second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
 ```
 
+With `PromptConfig.overlaps` there is a barrier for each warpgroup, at which it arrives when it has issued QK, and for
+which the other waits before its PV. So products still take turns, but both may compute their softmax at once.
+
 Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
 values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
 the first warpgroup has begun with the next one.
@@ -27,9 +30,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat, warpgroups
+from kvjax.kernels import arithmetic, compat, tiles, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
+from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.memory import Memory, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
@@ -41,7 +45,7 @@ class Scratch(NamedTuple):
     Attributes:
       query: rows of each warpgroup, of the keys' dtype.
       keys: a ring of tiles.
-      values: likewise.
+      values: likewise; in fp8 transposed, with ones below, as in `fp8`.
       claimed: int32, the fields of `Claimed`.
       keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
       values_full: likewise.
@@ -66,6 +70,7 @@ class RowWarpgroup:
 
     Attributes:
       step: tiles of all items before.
+      scale: float32 `[ROWS]`, in fp8 what each row of the query was divided by; None in 16 bits.
     """
 
     problem: PromptProblem
@@ -76,11 +81,15 @@ class RowWarpgroup:
     warpgroup: Scalar
     item: Item
     step: Scalar
+    scale: Any = None
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
         warpgroups.store_numbers(self.scratch.claimed, *claimed)
         warpgroups.barrier()
+        if self.is_fp8:
+            fp8.store_ones(self.scratch.values, self.memory.head_size_v)
+            plgpu.commit_smem()
         span = self.item.span
         for ahead in range(self.config.stages):
 
@@ -90,27 +99,37 @@ class RowWarpgroup:
                 if ahead < self.config.stages - 1:
                     self._copy_values(span.start + ahead)
 
-        plgpu.barrier_arrive(self.scratch.turn)
+        if not self.config.overlaps:
+            self._arrive()
 
-    def run(self) -> tuple[Item, Any]:
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products are of e4m3."""
+        return fp8.is_fp8(self.scratch.keys.dtype)
+
+    def run(self) -> RowWarpgroup:
         """Attends, and stores the results.
 
         Returns:
-          The next item and its step; its query rows are in shared memory.
+          What attends with the rows of the next item; they are in shared memory.
         """
         memory, scratch, warpgroup, item = self.memory, self.scratch, self.warpgroup, self.item
         size_v, span, stages = memory.head_size_v, item.span, self.config.stages
+        columns = size_v + tiles.GROUP if self.is_fp8 else size_v
         own_query = scratch.query.at[warpgroup]
-        factor = memory.factor(item.head, item.kv_head) * LOG2_E
+        factor = memory.factor(item.prompt, item.head, item.kv_head) * LOG2_E
+        if self.is_fp8:
+            factor = self.scale * factor
         # A row's logarithms are binary, those of `exp2`.
         largest = compat.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        acc = compat.layout_cast(jnp.full((ROWS, size_v), 0, jnp.float32), plgpu.Layout.WGMMA)
+        # In fp8 a column of these is the total.
+        acc = compat.layout_cast(jnp.full((ROWS, columns), 0, jnp.float32), plgpu.Layout.WGMMA)
         self._wait(scratch.keys_full, span.start)
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
-            plgpu.barrier_wait(scratch.turn)
+            self._take_turn()
             # Of a short item the loop does not copy all that the next one begins with.
             pl.when(span.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
@@ -123,23 +142,33 @@ class RowWarpgroup:
 
         masked = functools.partial(self._tile, own_query, factor, True)
         plain = functools.partial(self._tile, own_query, factor, False)
-        state = acc, largest, total, largest
+        # In fp8 products sum weights too.
+        state = (acc, largest) if self.is_fp8 else (acc, largest, total, largest)
         if self.problem.window is not None:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
-        acc, largest, total, top = lax.fori_loop(span.plain_stop, span.stop, masked, state)
-        plgpu.barrier_arrive(scratch.turn)
+        acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        self._arrive()
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
         loaded = next_rows.load_query()
-        sink = memory.sink(item.head) * LOG2_E
-        factor = self._rounding(top, largest, total)
+        if self.is_fp8:
+            loaded, scale = fp8.scaled_rows(loaded)
+            next_rows = dataclasses.replace(next_rows, scale=scale)
+            acc, total = fp8.results_and_sums(acc)
+            factor = jnp.float32(1.0)
+        else:
+            total, top = sums
+            factor = self._rounding(top, largest, total)
+        sink = memory.sink(item.prompt, item.head) * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
-        shrink = jnp.exp2(largest - shift)
+        shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * memory.weight(item.head, item.kv_head)
+        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * memory.weight(
+            item.prompt, item.head, item.kv_head
+        )
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
         lse = (shift + jnp.log2(total)) / LOG2_E
         # Only rows that are the sequence's and not another tile's.
@@ -153,11 +182,9 @@ class RowWarpgroup:
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
-        @pl.when(warpgroup == 0)
-        def lead() -> None:
-            plgpu.barrier_wait(scratch.turn)
+        pl.when(warpgroup == 0)(self._take_turn)
 
-        return following, next_rows.step
+        return next_rows
 
     def _rounding(self, top: jax.Array, largest: jax.Array, total: jax.Array) -> jax.Array:
         """The factor for the rounding of rows' largest weights, those of the logits `top`."""
@@ -174,6 +201,16 @@ class RowWarpgroup:
         """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
         return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
 
+    def begin_item(self) -> RowWarpgroup:
+        """Loads the rows of the first item."""
+        rows = self.load_query()
+        if not self.is_fp8:
+            self.store_query(rows)
+            return self
+        rows, scale = fp8.scaled_rows(rows)
+        self.store_query(rows)
+        return dataclasses.replace(self, scale=scale)
+
     def load_query(self) -> jax.Array:
         """The item's rows, in registers."""
         return self.memory.load_query(self._copied_base, self.item.head)
@@ -182,7 +219,8 @@ class RowWarpgroup:
         """Stores rows where `wgmma` reads them, in the dtype of the keys."""
         own_query = self.scratch.query.at[self.warpgroup]
         most = float(jnp.finfo(own_query.dtype).max)
-        own_query[...] = jnp.clip(rows.astype(jnp.float32), -most, most).astype(own_query.dtype)
+        rows = jnp.clip(rows.astype(jnp.float32), -most, most)
+        own_query[...] = arithmetic.cast(rows, own_query.dtype) if self.is_fp8 else rows.astype(own_query.dtype)
         plgpu.commit_smem()
 
     def _claim(self) -> None:
@@ -231,42 +269,60 @@ class RowWarpgroup:
             first = self.memory.first_token(prompt, copied, self.config.tokens)
             self.memory.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
 
-    def _take_turn(self) -> None:
-        plgpu.barrier_arrive(self.scratch.turn)
-        plgpu.barrier_wait(self.scratch.turn)
+    def _arrive(self) -> None:
+        """Ends a phase: the other warpgroup may multiply."""
+        turn = self.scratch.turn
+        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.config.overlaps else turn)
 
-    def _tile(self, own_query: Any, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
-        """One tile of keys and values; `factor` is that of the logits."""
-        _, keys, values, _, keys_full, values_full, turn = self.scratch
-        acc, largest, total, top = state
+    def _take_turn(self) -> None:
+        """Waits until the other warpgroup has ended its phase."""
+        turn = self.scratch.turn
+        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.config.overlaps else turn)
+
+    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
+        """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
+        _, keys, values, _, keys_full, values_full, _ = self.scratch
+        acc, largest, *sums = state
         config, span = self.config, self.item.span
         slot = self._slot(tile)
 
         def multiplying_keys() -> None:
-            self._take_turn()
+            self._arrive()
+            if not config.overlaps:
+                self._take_turn()
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
+        of_logits = lax.broadcast_in_dim(factor, shape, [0]) if self.is_fp8 else factor
         logits = warpgroups.product(own_query, keys.at[slot], multiplying_keys, transposed=True)
         if self.problem.logits_soft_cap is not None:
-            logits = capped(logits * factor, self.problem.logits_soft_cap, jnp.exp2)
-            factor = jnp.float32(1.0)
+            logits = capped(logits * of_logits, self.problem.logits_soft_cap, jnp.exp2)
+            factor = of_logits = jnp.float32(1.0)
         if is_masked:
             logits = self._masked(logits, tile)
         highest = jnp.max(logits, axis=1) * factor
-        raised = jnp.maximum(largest, reference(highest, margin(keys.dtype)))
-        top = jnp.maximum(top, highest)
+        near = fp8.integer_above(highest) if self.is_fp8 else reference(highest, margin(keys.dtype))
+        raised = jnp.maximum(largest, near)
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
-        weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(shift, shape, [0]))
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        total *= shrink
-        operand = weights.astype(keys.dtype)
-        total += jnp.sum(weights, axis=1)
-        acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
-        plgpu.barrier_arrive(turn)
+        if self.is_fp8:
+            shift -= fp8.WEIGHTS_EXPONENT
+        weights = jnp.exp2(logits * of_logits - lax.broadcast_in_dim(shift, shape, [0]))
+        if self.is_fp8:
+            operand = warpgroups.e4m3_operand(weights)
+            shrink, raised, operand = lax.optimization_barrier((shrink, raised, operand))
+        else:
+            total, top = sums
+            top = jnp.maximum(top, highest)
+            acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+            total *= shrink
+            operand = weights.astype(keys.dtype)
+            total += jnp.sum(weights, axis=1)
+            acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
+        if not config.overlaps:
+            self._arrive()
         self._wait(values_full, tile)
-        plgpu.barrier_wait(turn)
+        self._take_turn()
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
@@ -279,6 +335,9 @@ class RowWarpgroup:
             def wait() -> None:
                 self._wait(keys_full, tile + 1)
 
+        if self.is_fp8:
+            product = warpgroups.product(operand, values.at[slot], multiplying_values, transposed=True)
+            return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]) + product, raised
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total, top
 
@@ -305,20 +364,24 @@ def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: S
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Scalar) -> RowWarpgroup:
-        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step)
+    def rows(item: Item, step: Scalar, *scale: Any) -> RowWarpgroup:
+        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step, *scale)
+
+    def state(of: RowWarpgroup) -> tuple[Any, ...]:
+        return (of.item, of.step) if of.scale is None else (of.item, of.step, of.scale)
 
     @pl.when(first.prompt < queue.num_prompts)
     def run_items() -> None:
         zero = jnp.int32(0)
         first_rows = rows(first, zero)
         pl.when(warpgroup == 1)(functools.partial(first_rows.begin, claimed))
-        first_rows.store_query(first_rows.load_query())
+        first_rows = first_rows.begin_item()
 
         def is_item(state: Carry) -> Scalar:
             return state[0].prompt < queue.num_prompts
 
-        lax.while_loop(is_item, lambda state: rows(*state).run(), (first, zero))
-        # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
-        pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
-        plgpu.barrier_wait(scratch.turn)
+        lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
+        if not config.overlaps:
+            # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
+            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
+            plgpu.barrier_wait(scratch.turn)

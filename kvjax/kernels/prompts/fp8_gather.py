@@ -1,0 +1,281 @@
+"""Pages as operands of products in fp8: dense e4m3 keys by rows, and values transposed, as `fp8` describes them.
+
+A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
+neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.
+Elements of fp8 are not touched. Those of NVFP4 are multiplied by their block's scale over the unit of the sequence and
+head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from kvjax import quant
+from kvjax.dtypes import KVCacheDType
+from kvjax.kernels import compat, lanes, warpgroups
+from kvjax.kernels.aliases import Ref, Scalar
+from kvjax.kernels.memory import Pages
+from kvjax.kernels.prompts import fp8
+from kvjax.kernels.registers import THREADS
+from kvjax.pages import PageRegion, swizzled_position
+from kvjax.spec import AttentionSpec
+
+TOKENS = fp8.BLOCK_TOKENS
+"""Tokens of a program."""
+
+
+class Part(NamedTuple):
+    """Keys or values of a page.
+
+    Attributes:
+      dtype: how they are stored.
+      pages: their regions.
+      head_size: elements of a row.
+      num_heads: rows of a token.
+      units: reference to int32 `[2 * num_seqs * num_heads]`, the inverse of each unit as two float16.
+      first_unit: that of head 0.
+    """
+
+    dtype: KVCacheDType
+    pages: Pages
+    head_size: int
+    num_heads: int
+    units: Ref
+    first_unit: Scalar
+
+    @property
+    def dims(self) -> int:
+        """Elements of a word of the page."""
+        return 32 // self.dtype.info.bits
+
+    @property
+    def words(self) -> int:
+        """Words of a row of the page."""
+        return self.head_size // self.dims
+
+
+class Neighbours(NamedTuple):
+    """`TOKENS` tokens of a page: the page, the first of them there, and the first and the end of those to read."""
+
+    page: Scalar
+    token: Scalar
+    first_valid: Scalar
+    num_valid: Scalar
+
+
+type Store = Callable[[jax.Array, jax.Array, int, list[jax.Array], jax.Array], None]
+"""Stores words for a head, the first of four dims, and the number of a token or, transposed, of a dim, where bool."""
+
+
+def store_chunk(part: Part, chunk: Neighbours, transposed: bool, store: Store) -> None:
+    """Stores a chunk's keys or values, zeros for tokens that are not to be read.
+
+    Not transposed, `store` gets for each token the words of a run of dims; transposed, for each dim its four words of
+    tokens.
+    """
+    count = part.num_heads * part.words
+
+    def take(i: jax.Array, _: None) -> None:
+        unit = lanes.thread_index() + i * THREADS
+        is_unit = unit < count
+        unit = jnp.minimum(unit, count - 1)
+        head, word = lax.div(unit, jnp.int32(part.words)), lax.rem(unit, jnp.int32(part.words))
+        loaded = [_load(part, chunk, token, head, word) for token in range(TOKENS)]
+        if part.pages.regions[1:]:
+            unit = lanes.load_global(part.units, compat.layout_cast(head + part.first_unit, lanes.LAYOUT))
+            loaded = [(*words, unit) for words in loaded]
+        decoded = [_decoded(part, chunk, token, *words) for token, words in enumerate(loaded)]
+        dim = word * part.dims
+        if not transposed:
+            for token, words in enumerate(decoded):
+                store(head, dim, token, words, is_unit)
+            return
+        for run in range(part.dims // 4):
+            quarters = [_transposed([decoded[t][run] for t in tokens]) for tokens in _ORDER.reshape(4, 4).tolist()]
+            for each in range(4):
+                store(head, dim + (4 * run + each), 0, [quarter[each] for quarter in quarters], is_unit)
+
+    lax.fori_loop(0, -(-count // THREADS), take, None)
+
+
+_ORDER = np.arange(TOKENS).reshape(2, 4, 2).swapaxes(0, 1).reshape(-1)
+"""`warpgroups.in_order_of_products` of the tokens."""
+
+
+def _load(part: Part, chunk: Neighbours, token: int, head: jax.Array, word: jax.Array) -> tuple[jax.Array, ...]:
+    """A word of a row and, if a block has a scale, the scale's byte."""
+    data, *scales = part.pages.regions
+    at = data.base + (chunk.token + token) * data.token_stride + head * data.head_stride + word * 4
+    loaded = _load_word(part.pages, chunk.page, at)
+    if not scales:
+        return (loaded,)
+    at = _scale_byte(scales[0], chunk.token + token, head, _block_of(part, word), part.head_size)
+    shift = (at & 3) << 3
+    return loaded, lanes.bits(_load_word(part.pages, chunk.page, at - (at & 3)), jnp.uint32) >> lanes.bits(
+        shift, jnp.uint32
+    ) & jnp.uint32(0xFF)
+
+
+def _block_of(part: Part, word: jax.Array) -> jax.Array:
+    """The block that a word is in."""
+    per_block = (part.dtype.info.elements_per_scale or part.dims) // part.dims
+    return lax.div(word, jnp.int32(per_block))
+
+
+def _scale_byte(region: PageRegion, token: Scalar, head: jax.Array, block: jax.Array, head_size: int) -> jax.Array:
+    """The byte of a block's scale in its page."""
+    if region.swizzled:
+        row, block = swizzled_position(lanes.splat(token, jnp.int32), block, region.row_bytes)
+        return region.base + row * region.token_stride + head * region.head_stride + block
+    return region.base + token * region.token_stride + head * region.head_stride + block
+
+
+def _load_word(pages: Pages, page: Scalar, offset: jax.Array) -> jax.Array:
+    """The word at a byte of a page."""
+    offset = compat.layout_cast(offset, lanes.LAYOUT)
+    return lanes.bits(warpgroups.load_words(pages.ref, page, offset, 4, lanes.LAYOUT), jnp.uint32)
+
+
+def _decoded(part: Part, chunk: Neighbours, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
+    """A word of e4m3, or two."""
+    is_valid = (chunk.first_valid <= token) & (chunk.num_valid > token)
+    words = [word]
+    if scales:
+        scale, unit = scales
+        operands = scale | scale << 8, unit
+        words = [
+            lanes.asm(_PTX_OF_NVFP4, _nvfp4_model, half, *operands, results=[jnp.uint32])[0]
+            for half in (word, word >> 16)
+        ]
+    return [jnp.where(is_valid, each, jnp.uint32(0)) for each in words]
+
+
+def _transposed(words: list[jax.Array]) -> list[jax.Array]:
+    """A matrix of four by four bytes, transposed."""
+    low = [lanes.permute(words[i], words[i + 1], 0x5140) for i in (0, 2)]  # bytes 0 and 1 of both
+    high = [lanes.permute(words[i], words[i + 1], 0x7362) for i in (0, 2)]
+    return [lanes.permute(x, y, selector) for x, y in (low, high) for selector in (0x5410, 0x7632)]
+
+
+# The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
+_PTX_OF_NVFP4 = """{
+  .reg .b16 scale, low, high;
+  .reg .b32 scales, code, halves, signs, unit;
+  mov.b32 unit, 0x74007400;
+  cvt.u16.u32 scale, $2;
+  cvt.rn.f16x2.e4m3x2 scales, scale;
+  mul.rn.f16x2 scales, scales, $3;
+  and.b32 code, $1, 0xFF;
+  mul.lo.u32 halves, code, 0x200200;
+  mul.lo.u32 signs, code, 0x1001000;
+  and.b32 halves, halves, 0x0E000E00;
+  lop3.b32 halves, halves, signs, 0x80008000, 0xF8;
+  mul.rn.f16x2 halves, halves, unit;
+  mul.rn.f16x2 halves, halves, scales;
+  cvt.rn.satfinite.e4m3x2.f16x2 low, halves;
+  bfe.u32 code, $1, 8, 8;
+  mul.lo.u32 halves, code, 0x200200;
+  mul.lo.u32 signs, code, 0x1001000;
+  and.b32 halves, halves, 0x0E000E00;
+  lop3.b32 halves, halves, signs, 0x80008000, 0xF8;
+  mul.rn.f16x2 halves, halves, unit;
+  mul.rn.f16x2 halves, halves, scales;
+  cvt.rn.satfinite.e4m3x2.f16x2 high, halves;
+  mov.b32 $0, {low, high};
+}"""
+
+
+def _nvfp4_model(codes: jax.Array, scales: jax.Array, units: jax.Array) -> list[jax.Array]:
+    """Four codes of the lower half of a word, times the scale in a byte, times the float16 in a half of the last."""
+    unit = lax.bitcast_convert_type(units.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    scale = lax.bitcast_convert_type(scales.astype(jnp.uint8), fp8.DTYPE).astype(jnp.float32)
+    result = jnp.zeros_like(codes)
+    for i in range(4):
+        code = codes >> 4 * i & 0xF
+        half = ((code & 7) << 9 | (code & 8) << 12).astype(jnp.uint16)
+        x = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) * 2.0**14
+        x = quant.cast(x * (scale * unit), fp8.DTYPE)
+        result |= lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32) << 8 * i
+    return [result]
+
+
+class Gathered(NamedTuple):
+    """The tokens to gather.
+
+    Attributes:
+      table: int32 `[num_seqs, max_blocks]`.
+      lens: int32 `[num_seqs]`, the tokens of each sequence.
+      firsts: int32 `[num_seqs]`, the first of each whose value is read.
+      units: float32 `[2, num_seqs, num_kv_heads]`, what keys and values of NVFP4 are divided by: `fp8.unit_above`.
+    """
+
+    table: jax.Array
+    lens: jax.Array
+    firsts: jax.Array
+    units: jax.Array
+
+
+def gather(pages: jax.Array, sequences: Gathered, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """Keys `[num_seqs, num_tokens, num_kv_heads, head_size]` and values `[.., num_kv_heads, head_size_v, num_tokens]`.
+
+    `pages` are flat bytes, `[num_blocks, page_size_bytes]`. Tokens from the length on, in no block of the cache, and
+    values before the first token are zeros; so tokens that are not read may be NaN.
+    """
+    (num_seqs, max_blocks), heads = sequences.table.shape, spec.num_kv_heads
+    num_tokens = max_blocks * spec.block_size
+    per_block = spec.block_size // TOKENS
+    last_block = pages.shape[0] - 1
+
+    def body(table: Ref, lens: Ref, firsts: Ref, units: Ref, page_ref: Ref, *dense: Ref) -> None:
+        program = lax.axis_index("program")
+        entry, part_of_block = lax.div(program, jnp.int32(per_block)), lax.rem(program, jnp.int32(per_block))
+        seq = lax.div(entry, jnp.int32(max_blocks))
+        position = lax.rem(entry, jnp.int32(max_blocks)) * spec.block_size + part_of_block * TOKENS
+        page = table[entry]
+        is_page = (page >= 0) & (page <= last_block)
+        num_valid = jnp.where(is_page, lens[seq] - position, 0)
+        page = jnp.clip(page, 0, last_block)
+        for i, (dtype, regions, size, ref) in enumerate(
+            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, strict=True)
+        ):
+            first_unit = (i * num_seqs + seq) * heads
+            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, first_unit)
+            first_valid = firsts[seq] - position if i else jnp.int32(0)
+            chunk = Neighbours(page, part_of_block * TOKENS, first_valid, num_valid)
+            place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
+            store_chunk(part, chunk, bool(i), place)
+
+    words = [num_seqs * num_tokens * heads * size // 4 for size in spec.head_sizes]
+    out_type = tuple(jax.ShapeDtypeStruct((count,), jnp.int32) for count in words)
+    kernel = compat.program_kernel("gather_fp8", body, num_seqs * max_blocks * per_block, out_type)
+    inverse = lax.bitcast_convert_type((1 / sequences.units).astype(jnp.float16), jnp.uint16)
+    units = (inverse.astype(jnp.int32) * 0x10001).reshape(-1)
+    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, units, pages)
+    size, size_v = spec.head_sizes
+    keys, values = (lax.bitcast_convert_type(x, fp8.DTYPE) for x in (keys, values))
+    return keys.reshape(num_seqs, num_tokens, heads, size), values.reshape(num_seqs, heads, size_v, num_tokens)
+
+
+def _store_dense(
+    ref: Ref,
+    seq: Scalar,
+    position: Scalar,
+    num_tokens: int,
+    row: tuple[int, int],
+    transposed: bool,
+    *of_words: Any,
+) -> None:
+    """Stores words of a head and dim; see `Store`."""
+    (heads, size), (head, dim, token, words, condition) = row, of_words
+    if transposed:
+        index = ((seq * heads + head) * size + dim) * (num_tokens // 4) + (position >> 2)
+    else:
+        index = ((seq * num_tokens + position + token) * heads + head) * (size // 4) + (dim >> 2)
+    lanes.store_global_words(ref, compat.layout_cast(index, lanes.LAYOUT), words, condition)
