@@ -279,4 +279,5 @@ def test_on_a_gpu_it_is_what_xla_computes(dtype):
     )
     got = ragged_suite.run(problem, jax.jit(by_kernels, static_argnames=ragged_suite.STATIC))
     for own, others in zip(got, ragged_suite.run(problem, in_xla), strict=True):
-        np.testing.assert_allclose(np.float32(np.concatenate(own)), np.float32(np.concatenate(others)), atol=3e-2)
+        own, others = (np.float32(np.concatenate(each)) for each in (own, others))
+        np.testing.assert_allclose(own, others, atol=0.1)  # Hopper sums products in fp8 with some 14 bits

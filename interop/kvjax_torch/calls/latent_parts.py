@@ -23,7 +23,7 @@ _NAN = 0x7F
 """The code of NaN of any sign."""
 
 
-class Part(NamedTuple):
+class LatentPart(NamedTuple):
     """The latents or the rope keys of a cache as keys and values.
 
     Attributes:
@@ -91,7 +91,7 @@ def gathered(plan: GatherPlan, calls: list[Call]) -> tuple[torch.Tensor, torch.T
 
 
 @functools.lru_cache(maxsize=1024)
-def _part(cache: CachePlan, is_rope: bool, *, reads: bool) -> Part:
+def _part(cache: CachePlan, is_rope: bool, *, reads: bool) -> LatentPart:
     spec = cache.spec
     dtype, size = spec.parts[is_rope], spec.part_sizes[is_rope]
     rows = cache.values if is_rope else cache.keys
@@ -114,7 +114,7 @@ def _part(cache: CachePlan, is_rope: bool, *, reads: bool) -> Part:
     row_bytes = own.dtype.info.row_bytes(part_size)
     keys = _moved(rows, [0] * len(rows.regions), row_bytes)
     values = _moved(rows, [heads * width if is_divided else 0 for width in row_bytes], row_bytes)
-    return Part(CachePlan(own, keys, values), is_rope, is_divided)
+    return LatentPart(CachePlan(own, keys, values), is_rope, is_divided)
 
 
 def _moved(rows: BlockRows, starts: list[int], row_bytes: tuple[int, int]) -> BlockRows:
@@ -126,7 +126,7 @@ def _moved(rows: BlockRows, starts: list[int], row_bytes: tuple[int, int]) -> Bl
     return rows._replace(regions=regions)
 
 
-def _as_bytes(plan: WritePlan, kv_c: torch.Tensor) -> tuple[WritePlan, tuple[torch.Tensor, torch.Tensor], Part]:
+def _as_bytes(plan: WritePlan, kv_c: torch.Tensor) -> tuple[WritePlan, tuple[torch.Tensor, torch.Tensor], LatentPart]:
     """The write of latents of `fp8_ds_mla` as float16, which is written as it is: codes as keys, scales as values."""
     codes, scales = encode_fp8_ds_mla(kv_c.flatten(1))
     rows = tuple(x.view(torch.float16)[:, None] for x in (codes, scales))
@@ -134,7 +134,7 @@ def _as_bytes(plan: WritePlan, kv_c: torch.Tensor) -> tuple[WritePlan, tuple[tor
     data, of_blocks = plan.cache.keys.regions
     keys, values = (plan.cache.keys._replace(regions=(region,)) for region in (data, of_blocks))
     cache = CachePlan(spec, keys, values)
-    return dataclasses.replace(plan, dtype=torch.float16), (rows[0], rows[1]), Part(cache, False, False)
+    return dataclasses.replace(plan, dtype=torch.float16), (rows[0], rows[1]), LatentPart(cache, False, False)
 
 
 def encode_fp8_ds_mla(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +149,7 @@ def encode_fp8_ds_mla(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(quotients.isnan(), _NAN, codes).flatten(-2), scales.squeeze(-1)
 
 
-def _check_address(part: Part, pages: torch.Tensor) -> None:
+def _check_address(part: LatentPart, pages: torch.Tensor) -> None:
     itemsize = part.cache.spec.array_dtype.itemsize
     if arrays.page_alignment(pages) % itemsize:
         raise UnsupportedError(
