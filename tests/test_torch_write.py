@@ -514,7 +514,8 @@ WRONG = {
     ),
     "dtype_of_latents": ({"kv_cache_dtype": "fp8_ds_mla"}, LATENTS),
     "dtype_of_latents_for_bfloat16": (
-        {"kv_cache_dtype": "fp8_ds_mla", "key_cache": torch.zeros(4, 8, 2, 64, dtype=torch.bfloat16)},
+        {"kv_cache_dtype": "fp8_ds_mla"}
+        | dict.fromkeys(("key_cache", "value_cache"), torch.zeros(4, 8, 2, 64, dtype=torch.bfloat16)),
         LATENTS,
     ),
     "unknown_dtype": ({"kv_cache_dtype": "fp8_e4m4"}, "kv_cache_dtype: got 'fp8_e4m4', expected one of auto, float32"),

@@ -251,8 +251,9 @@ def expected(problem: Problem, seq: int) -> Expected:
     """
     query, keys, values = problem.args[0][seq], problem.keys[seq], problem.values[seq]
     out, lse, magnitude = attention(problem, query, keys, values, seq, np.float64)
-    rounded, _, _ = attention(problem, query, keys, values, seq, np.float32)
-    error = np.abs(rounded.astype(query.dtype).astype(np.float64) - out)
+    # Which weights are rounded up depends on the logit that they are relative to.
+    rounded = [attention(problem, query, keys, values, seq, np.float32, shift)[0] for shift in (0.0, 0.5)]
+    error = np.max([np.abs(each.astype(query.dtype).astype(np.float64) - out) for each in rounded], axis=0)
     float32_eps = float(np.finfo(np.float32).eps)
     logits_error = float32_eps * (8 * magnitude + 16)
     floor = logits_error * np.abs(values).max(initial=0)
@@ -260,11 +261,12 @@ def expected(problem: Problem, seq: int) -> Expected:
 
 
 def attention(
-    problem: Problem, query: np.ndarray, keys: np.ndarray, values: np.ndarray, seq: int, dtype: Any
+    problem: Problem, query: np.ndarray, keys: np.ndarray, values: np.ndarray, seq: int, dtype: Any, shift: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Of one sequence `[q_len, num_heads, head_size_v]`, `[q_len, num_heads]` and the largest sum in a logit.
 
-    In float32 the weights go to bfloat16 before they meet the values, as they do on tensor cores.
+    In float32 the weights go to bfloat16 before they meet the values, as they do on tensor cores, relative to a logit
+    whose binary logarithm is `shift` above the largest.
     """
     case, sinks = problem.case, problem.options["sinks"]
     q_len, num_heads, head_size = query.shape
@@ -292,7 +294,8 @@ def attention(
             weights = np.exp(logits - largest)
             total = weights.sum(axis=-1) + np.exp(sink - largest[:, 0])
             if dtype is np.float32:
-                weights = weights.astype(ml_dtypes.bfloat16).astype(np.float32)
+                unit = np.float32(2**-shift)
+                weights = (weights * unit).astype(ml_dtypes.bfloat16).astype(np.float32) / unit
             out[row, head] = weights @ v / total[:, None]
             lse[row, head] = largest[:, 0] + np.log(total)
     return out.reshape(q_len, num_heads, -1), lse.reshape(q_len, num_heads), float(magnitude)

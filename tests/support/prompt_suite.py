@@ -106,7 +106,7 @@ def check(
     if on_gpu and args.keys.dtype == jnp.float8_e4m3fn:
         # Hopper sums products in fp8 with some 14 bits, the model in float32.
         assert np.sqrt(np.mean((got - expected) ** 2)) < 0.01 * np.sqrt(np.mean(expected[expected != UNTOUCHED] ** 2))
-        np.testing.assert_allclose(log, expected_log, atol=4e-2)
+        np.testing.assert_allclose(log, expected_log, atol=6e-2)
     else:
         np.testing.assert_allclose(got, expected, atol=4e-3 if args.query.dtype == np.float16 else 3e-2)
         np.testing.assert_allclose(log, expected_log, atol=1e-3 if on_gpu else 1e-5)

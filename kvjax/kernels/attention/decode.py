@@ -76,7 +76,8 @@ class Decode(StageLoop):
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)
-        state = raised(state, logits, margin(self.problem.value_format.operand))
+        of_weights, has_top = self.problem.value_format.operand, self.problem.weight_dtype is not None
+        state = raised(state, logits, margin(of_weights), has_top=has_top)
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
             row_scales = self.row_scales(slot, tile, start, entries, span, needs_look)

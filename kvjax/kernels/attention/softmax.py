@@ -99,8 +99,11 @@ def rounding(weight: jax.Array, rounded: jax.Array, total: jax.Array) -> jax.Arr
     return known / (known + (rounded - weight))
 
 
-def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
-    """The state with `largest` raised where a logit exceeds it too far, to the `reference` of the largest logit."""
+def raised(state: State, logits: list[list[jax.Array]], margin: float, *, has_top: bool) -> State:
+    """The state with `largest` raised where a logit exceeds it too far, to the `reference` of the largest logit.
+
+    Without `Problem.weight_dtype` (`has_top`), to `margin` above the largest logit: its weight is then not rounded.
+    """
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
@@ -115,7 +118,8 @@ def raised(state: State, logits: list[list[jax.Array]], margin: float) -> State:
         output = list(flat[4 * tiles :])
         products = len(output) // (4 * tiles)
         for i in range(2 * tiles):
-            new = jnp.maximum(largest[i], reference(lanes.max_over_rows(tops[i]), margin))
+            new = lanes.max_over_rows(tops[i])
+            new = jnp.maximum(largest[i], reference(new, margin) if has_top else new + margin)
             shrink = lanes.exp2(largest[i] - new)
             largest[i], total[i] = new, total[i] * shrink
             for product in range(products):

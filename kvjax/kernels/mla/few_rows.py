@@ -256,7 +256,7 @@ class FewRows(StageLoop):
             needs_look, lambda logits: self.seen.logits(start, tokens.entries, span, logits), list, logits
         )
         operand = self.latents.format.operand
-        state = raised(state, [logits], margin(operand))
+        state = raised(state, [logits], margin(operand), has_top=problem.weight_dtype is not None)
         total, output = list(state.total), list(state.output)
         exponents = exponentials(logits, state.largest, total)
         if scales:
