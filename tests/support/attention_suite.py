@@ -352,7 +352,9 @@ def check(case: Case, attend: Attend, *, seed: int = 0) -> None:
     """Right, the same bits when called again, and the same bits whatever is where nobody may look."""
     problem = build(case, seed=seed)
     results = problem.run(attend)
-    assert_right(problem, *results)
+    # Where values have a scale of their token, what is rounded is the weight times the scale.
+    has_row_scales = case.spec.dtype.parts[1].info.block == "row"
+    assert_right(problem, *results, max_factor=1.5 if has_row_scales else 1)
     for other in (
         problem,
         build(case, seed=seed, fill=ZERO, garbage=(-1,)),
