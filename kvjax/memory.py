@@ -19,8 +19,7 @@ MAX_BYTES = 2**63 - 1
 def host_sharding() -> SingleDeviceSharding:
     """Returns a `sharding` for `KVCache.allocate` in host memory, for pages that `swap_blocks` moves off a GPU.
 
-    It is that of JAX's CPU device, where a donated array is written in place. For memory kind `"pinned_host"`, XLA
-    copies the whole array to write a part of it.
+    It is that of JAX's CPU device, where a donated array is written in place. Memory kind `"pinned_host"` is refused.
 
     Raises:
       UnsupportedError: JAX's CPU backend is disabled, as by `JAX_PLATFORMS=cuda`.
