@@ -46,7 +46,7 @@ CASES = [
             ("nvfp4_4over6", (512, 64), 16, 1, 128, "bfloat16", None, None),
             ("nvfp4", (256, 32), 8, 3, 5, "float16", 70, 3.0),
             ("nvfp4", (512, 0), 24, 1, 16, "bfloat16", None, None),
-            ("fp8_ds_mla", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 32), 16, 1, 128, "bfloat16", None, None),
             ("fp8_ds_mla", (512, 32), 1, 2, 5, "float16", 70, 3.0),
             ("fp8_ds_mla", (512, 0), 64, 1, 16, "bfloat16", None, None),
         )
@@ -132,8 +132,8 @@ def test_the_operations_take_the_kernel():
         ("fp8_e4m3", (512, 64), 8, 16, 1024),
         ("nvfp4", (512, 64), 1, 64, None),
         ("nvfp4_4over6", (512, 64), 8, 16, 1024),
-        ("fp8_ds_mla", (512, 64), 1, 64, None),
-        ("fp8_ds_mla", (512, 64), 8, 16, 1024),
+        ("fp8_ds_mla", (512, 32), 1, 64, None),
+        ("fp8_ds_mla", (512, 32), 8, 16, 1024),
     ],
 )
 def test_compiled(dtype, sizes, q_len, heads, window):
@@ -173,7 +173,9 @@ def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
     assert not why("fp8_e4m3", (256, 64))
     assert "got kv_lora_rank=384" in why("fp8_e4m3", (384, 64))
     assert not why("nvfp4")
-    assert not why("fp8_ds_mla")
+    assert "its tiles take 232449 bytes of shared memory; got 232448" in why("fp8_ds_mla")
+    assert not why("fp8_ds_mla", (512, 32))
+    assert not why("fp8_ds_mla", rows=32)
     assert "got bytes_per_token=392" in why("fp8_ds_mla", (256, 64))
     assert "got kv_lora_rank=640" in why(sizes=(640, 64))
     assert "got kv_lora_rank=192" in why(sizes=(192, 64))

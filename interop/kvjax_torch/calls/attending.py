@@ -42,7 +42,8 @@ class AttentionPart(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def route_of(plan: AttentionPlan, device: torch.device) -> Route:
     """What serves a call on a device, without the limits of `has_attention`."""
-    return route(plan.cache.spec, Query(numpy_dtype(plan.dtype), plan.sm_scale > 0), choosing.target_of(device))
+    query = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0, rows=plan.q_len * plan.num_heads)
+    return route(plan.cache.spec, query, choosing.target_of(device))
 
 
 @functools.lru_cache(maxsize=1024)
