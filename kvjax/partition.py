@@ -265,7 +265,7 @@ def run_on_shares(
     """
     shares = partition.num_block_shares
     for array, dims in zip(args, signature.arguments, strict=True):
-        if dims.startswith("sequences") and (size := jnp.shape(array)[0]) % shares:
+        if array is not None and dims.startswith("sequences") and (size := jnp.shape(array)[0]) % shares:
             raise KVCacheValueError(
                 f"{what}: got num_seqs={size} for a cache whose blocks are divided into {shares} shares, expected a"
                 f" multiple of {shares}: each share serves num_seqs / {shares} consecutive sequences"
