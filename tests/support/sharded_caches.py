@@ -243,8 +243,8 @@ def gather_all(caches, scales, table, lens, implementation="xla"):
     }
 
 
-def attend_all(caches, queries, scales, table, lens, sinks):
-    options = {"sinks": sinks, "sliding_window": WINDOW, "return_lse": True}
+def attend_all(caches, queries, scales, table, lens, sinks, tree_mask=None):
+    options = {"sinks": sinks, "sliding_window": WINDOW, "return_lse": True, "tree_mask": tree_mask}
     return {
         name: paged_attention(queries[name], cache, table, lens, **scales[name], **options)
         for name, cache in caches.items()
@@ -356,6 +356,10 @@ def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) 
         blocks, heads = (entry or None for entry in DIVISIONS[division])
         for array in (result, lse):
             assert array.sharding.is_equivalent_to(NamedSharding(MESH, P(blocks, None, heads)), array.ndim)
+    tree = np.ones((4, 2, 2), bool)  # each row sees all before it, as without a tree
+    for name, results in compile_without_collectives(attend_all, *args, tree)(*args, tree).items():
+        for array, expected in zip(results, attended[name], strict=True):
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(expected))
     # The rows of all sequences are on every device: where blocks are divided, the results are added up.
     for name, (result, lse) in jax.jit(attend_ragged)(*args).items():
         for array, expected in zip((result, lse), attended[name], strict=True):
