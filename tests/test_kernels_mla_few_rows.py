@@ -178,6 +178,9 @@ def test_compiled(target, dtype, sizes, q_len, heads, window):
     )
     kernel, merge = program.kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
+    if target == "h100" and "16" in dtype:  # what needs no decoding takes wgmma there
+        assert "wgmma" in kernel.ptx
+        return
     assert kernel.spill_bytes <= SPILL_BYTES
     assert ("mma.sync" in kernel.ptx, "wgmma" in kernel.ptx) == (True, False)
     # Each element is decoded once, and transposed in registers.

@@ -23,6 +23,9 @@ from support import mla_reference
 from support.interpret_mode import interpret_mode
 from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
 
+WIDE = KVCacheDType.BFLOAT16, KVCacheDType.FP8_DS_MLA
+"""Dtypes of parts of rows that are multiplied in bfloat16."""
+
 LENGTHS = (150, 1, 0, 64, 100)
 """Of three tiles, of one token, of none, of one whole tile, of two."""
 
@@ -30,16 +33,19 @@ LENGTHS = (150, 1, 0, 64, 100)
 def assert_near(
     problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, *, is_few: bool = False, **options: Any
 ) -> None:
-    """Within the roundings of weights to 16 bits and of results; and of queries to 16 bits, unless rows are few."""
-    query = np.concatenate([np.asarray(x, np.float64) for x in q], axis=-1)
-    is_wide = problem.spec.dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FP8_DS_MLA)
-    operand = ml_dtypes.bfloat16 if is_wide else np.float16
-    if not is_few:
-        query = query.astype(q[0].dtype).astype(operand).astype(np.float64)
+    """Within the roundings of weights to 16 bits and of results.
+
+    The kernel for many rows also rounds queries, and keys of `FP8_DS_MLA`, to the dtypes of products.
+    """
+    operand, rope = (ml_dtypes.bfloat16 if part in WIDE else np.float16 for part in problem.spec.parts)
+    rounded = [x if is_few else x.astype(to) for x, to in zip(map(np.asarray, q), (operand, rope), strict=True)]
+    query = np.concatenate([x.astype(np.float64) for x in rounded], axis=-1)
     out, lse = np.asarray(out), np.asarray(lse)
     assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
     eps = max(float(ml_dtypes.finfo(dtype).eps) for dtype in (operand, q[0].dtype))
     for seq, keys in enumerate(problem.keys):
+        if problem.spec.dtype is KVCacheDType.FP8_DS_MLA and not is_few:
+            keys = keys.astype(ml_dtypes.bfloat16)
         want, want_lse = mla_reference.attention(query[seq], keys, problem.spec.kv_lora_rank, SM_SCALE, **options)
         np.testing.assert_allclose(out[seq].astype(np.float64), want, rtol=eps, atol=2 * eps)
         np.testing.assert_allclose(lse[seq], want_lse, rtol=1e-4, atol=1e-4)
