@@ -42,11 +42,13 @@ class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
         of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
         wanted = serving.jobs(of, dtypes(), rows)
-        peers = PEERS.value or PEER_NAMES[:2]
         if serving.DEVICES.value > 1:
-            if WINDOWS.value:
-                raise ValueError("exact_windows: they are served on one device; got several by --devices")
-            peers = [OWN]
+            for name, got in (("exact_windows", WINDOWS.value), ("peers", PEERS.value)):
+                if got not in (None, [OWN]):
+                    raise ValueError(
+                        f"{name}: got {got} with several --devices, on which kvjax's pages alone are served"
+                    )
+        peers = PEERS.value or (PEER_NAMES[:2] if serving.DEVICES.value == 1 else [OWN])
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
         windowed = {

@@ -297,8 +297,14 @@ def stacked(params: Params) -> Params:
 
 
 def share(config: ModelConfig, number: int) -> ModelConfig:
-    """The part of a model that each of a number of devices computes: of its heads, and of its inner dimension."""
+    """The part of a model that each of a number of devices computes: of its heads, and of its inner dimension.
+
+    Raises `ValueError` if the number does not divide these and the vocabulary.
+    """
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for size in (*sizes, "vocab_size"):
+        if (got := getattr(config, size)) % number:
+            raise ValueError(f"{size}: got {got}, expected a multiple of the {number} devices")
     return dataclasses.replace(config, **{size: getattr(config, size) // number for size in sizes})
 
 

@@ -24,8 +24,9 @@ from kvjax.errors import KVCacheValueError
 from kvjax.exact_window import ExactWindow, as_rows, check_window, first_tokens
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
 from kvjax.ops.merge import merge_attention_states
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_sm_scale, num_reached_blocks
 from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.route import Query, check_query_quantization
 from kvjax.ops.write import reshape_and_cache_flash_diffkv
 from kvjax.partition import partition_of
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
@@ -95,6 +96,10 @@ def exact_window_attention(
     num_tokens = np.shape(metadata.slot_mapping)[0]
     dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
     check_array("query", query, dims, INPUT_DTYPES)
+    query = jnp.asarray(query)
+    # Where the ring has all that queries see, no call attends to pages.
+    asked = Query(query.dtype, as_sm_scale(sm_scale, cache.spec.head_size) > 0)
+    check_query_quantization(query_quantization, cache.spec, asked)
     limits = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
     options: dict[str, Any] = {
         "sm_scale": sm_scale,

@@ -251,3 +251,12 @@ def test_random_parameters_are_those_of_a_checkpoint_of_the_shape(dtype: str):
     first, second = params["layers"][0]["down"], params["layers"][1]["down"]
     assert not (first == second).all()
     assert np.std(np.asarray(first, np.float32)) == pytest.approx(48**-0.5, rel=0.1)
+
+
+def test_a_number_of_devices_that_does_not_divide_a_model_is_refused():
+    config = llama.ModelConfig(64, 64, 96, 1, 8, 2, 8)
+    assert llama.share(config, 2).num_key_value_heads == 1
+    with pytest.raises(ValueError, match="num_attention_heads: got 8, expected a multiple of the 3 devices"):
+        llama.share(config, 3)
+    with pytest.raises(ValueError, match="num_key_value_heads: got 2, expected a multiple of the 4 devices"):
+        llama.share(config, 4)

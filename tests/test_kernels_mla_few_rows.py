@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -19,7 +20,7 @@ import kvjax
 from kvjax import UnsupportedError, kernels, mla_paged_attention
 from kvjax.kernels import mla
 from kvjax.kernels.attention import Softmax
-from kvjax.kernels.attention.choice import array_memory
+from kvjax.kernels.attention.choice import BatchSizes, array_memory, plain_problem
 from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.mla import MLAConfig, arrays
 from kvjax.kernels.target import Target
@@ -227,7 +228,8 @@ def test_one_function_chooses(dtype, heads, kind, warps):
 
 
 def problem_of(dtype: str, heads: int) -> Any:
-    return mla.problem._plain(spec_of(dtype, (512, 64), 64), heads)
+    sizes = BatchSizes(num_seqs=1, q_len=1, group=heads, max_blocks=1)
+    return dataclasses.replace(plain_problem(spec_of(dtype, (512, 64), 64), sizes), batch_invariant=False)
 
 
 def test_more_rows_of_4_bit_latents_have_a_reason_and_xla():

@@ -27,7 +27,7 @@ from kvjax.kernels.warpgroups import in_order_of_products
 from kvjax.ops.gather import units_of_blocks
 
 E4M3 = jnp.float8_e4m3fn
-OVERLAPS = PromptConfig(64, 2, overlaps=True)
+CONFIG = PromptConfig(64, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype
     ("shapes", "problem", "config"),
     [
         ({"q_lens": (60,), "positions": (250,), "sinks": True, "query_dtype": jnp.bfloat16},
-         PromptProblem(60, None, None), OVERLAPS),
+         PromptProblem(60, None, None), CONFIG),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 (of_prompts.LENGTHS | {"heads": (4, 2)}, PromptProblem(70, 50, None),
-                 PromptConfig(64, 3, overlaps=True)),
+                 PromptConfig(64, 3)),
                 (of_prompts.LENGTHS | {"heads": (1, 1)}, PromptProblem(300, None, 5.0), PromptConfig(64, 2)),
-                (of_prompts.LENGTHS, PromptProblem(70, None, None), PromptConfig(64, 2, 2, overlaps=True)),
+                (of_prompts.LENGTHS, PromptProblem(70, None, None), PromptConfig(64, 2, 2)),
                 ({"q_lens": (40,), "positions": (150,), "head_size": 96, "head_size_v": 32, "num_keys": 256},
-                 PromptProblem(40, 33, 9.0), PromptConfig(128, 2, overlaps=True)),
+                 PromptProblem(40, 33, 9.0), PromptConfig(128, 2)),
             )
         ),
     ],
@@ -91,12 +91,11 @@ def test_interpreted_the_kernel_is_its_model(shapes, problem, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [E4M3, np.float16])
 @pytest.mark.parametrize(("heads", "stages"), [((2, 1), 2), ((1, 1), 3)])
-def test_warpgroups_that_compute_softmax_at_once_have_no_races(dtype, heads, stages):
+def test_warpgroups_that_compute_softmax_at_once_have_no_races(heads, stages):
     """In one thread block: interpret mode has no atomic addition."""
-    args = of_prompts.operands(**of_prompts.LENGTHS, heads=heads, dtype=dtype, query_dtype=jnp.bfloat16)
-    config = PromptConfig(64, stages, overlaps=True)
+    args = of_prompts.operands(**of_prompts.LENGTHS, heads=heads, dtype=E4M3, query_dtype=jnp.bfloat16)
+    config = PromptConfig(64, stages)
     of_prompts.check(args, PromptProblem(70, None, None), config, detect_races=True, multiprocessors=1)
 
 
@@ -107,7 +106,7 @@ def test_a_mean_of_equal_values_is_exact():
     )
     args = args._replace(values=jnp.full_like(args.values, 1.75), heads=args.heads.at[1].set(2.0))
     with interpret_mode(), tracing_for(Target(1)):
-        got, _ = of_prompts.run(prompts.attend, args, PromptProblem(20, None, None), OVERLAPS)
+        got, _ = of_prompts.run(prompts.attend, args, PromptProblem(20, None, None), CONFIG)
     np.testing.assert_array_equal(got[3:23], 3.5)
 
 
@@ -232,6 +231,23 @@ def test_what_it_does_not_serve_is_refused(fields, query_dtype, options, message
         ragged_paged_attention(query, cache, *sequences, query_quantization=1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "query_dtype", "option", "message"),
+    [
+        ("bfloat16", "bfloat16", True, "got a cache with keys or values of bfloat16"),
+        ("nvfp4", "float32", True, "got a query of float32"),
+        ("nvfp4", "bfloat16", "no", "got 'no' of type str"),
+    ],
+)
+def test_beside_a_ring_that_has_all_that_queries_see_it_is_checked_too(dtype, query_dtype, option, message):
+    spec = kvjax.SlidingWindowSpec(16, 1, 64, dtype=KVCacheDType(dtype), sliding_window=8)
+    cache, window = KVCache.allocate(spec, 4), kvjax.ExactWindow.allocate(spec, 1, 64)
+    query = jnp.zeros((4, 1, 64), query_dtype)
+    step = StepMetadata(np.array([[1]]), np.array([4]), np.array([0, 4]), np.arange(16, 20), np.array([0]))
+    with pytest.raises((UnsupportedError, kvjax.KVCacheTypeError), match=f"query_quantization: {message}"):
+        kvjax.exact_window_attention(query, query, query, cache, window, step, query_quantization=option)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
@@ -260,11 +276,10 @@ def test_compiled_no_register_is_spilled(dtype, changes, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_on_a_gpu_the_kernel_is_its_model(overlaps, multiprocessors):
+def test_on_a_gpu_the_kernel_is_its_model(multiprocessors):
     shapes = of_prompts.LENGTHS | {"heads": (4, 2), "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
-    config = PromptConfig(128, 2, overlaps=overlaps)
+    config = PromptConfig(128, 2)
     args = of_prompts.operands(**shapes, dtype=E4M3)
     limits = {"multiprocessors": multiprocessors, "on_gpu": True}
     of_prompts.check(args, PromptProblem(70, None, None), config, **limits)

@@ -274,6 +274,8 @@ def test_quantized_layers_alone_have_windows():
         ({"exact_window": 0}, KVCacheValueError, "exact_window: got 0, expected"),
         ({"exact_window": "64"}, KVCacheTypeError, "exact_window: got "),
         ({"exact_window": 8, "max_q_len": 0}, KVCacheValueError, "max_q_len: got 0, expected"),
+        ({"max_q_len": 0}, KVCacheValueError, "max_q_len: got 0, expected"),
+        ({"max_q_len": 3}, KVCacheValueError, "max_q_len: got 3 without an exact_window"),
     ],
 )
 def test_sizes_that_no_window_can_have(options: dict[str, Any], error: type, message: str):

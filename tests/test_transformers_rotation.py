@@ -76,6 +76,7 @@ def test_exact_tokens_stay_exact(device: str, attention: str):
     ("layers", "error", "message"),
     [
         ((2,), KVCacheValueError, "key_rotation: got 2, expected indices of the 2 layers"),
+        ((True,), KVCacheValueError, "key_rotation: got True, expected indices of the 2 layers"),
         ("0", KVCacheTypeError, "key_rotation: got "),
         (True, KVCacheTypeError, "key_rotation: got "),
     ],

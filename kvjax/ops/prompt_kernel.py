@@ -58,8 +58,7 @@ class Launch(NamedTuple):
         at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
         most = most_segments(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
         max_segments = 1 if options.batch_invariant else most
-        is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
-        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments, is_fp8=is_fp8)
+        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
         return cls(prompts, options, config, at_once)
 
     @property

@@ -13,7 +13,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
-from kvjax.errors import UnsupportedError
 from kvjax.kernels import attention as kernel
 from kvjax.kernels import prompts as prompt_kernels
 from kvjax.kernels.target import current
@@ -43,7 +42,7 @@ from kvjax.ops.attention import (
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
-from kvjax.ops.route import Query, route, why_no_query_quantization
+from kvjax.ops.route import Query, check_query_quantization, route
 from kvjax.ops.softmax import InFp8, attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
@@ -211,7 +210,6 @@ def attend_ragged(
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
     return_lse = as_bool("return_lse", given.return_lse)
-    query_quantization = as_bool("query_quantization", given.query_quantization)
     sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
@@ -229,9 +227,8 @@ def attend_ragged(
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
     rows = decode_rows[1] * query.shape[1] if cache.spec.is_mla else None
     asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch, rows)
+    query_quantization = check_query_quantization(given.query_quantization, cache.spec, asked)
     asked = asked._replace(query_quantization=query_quantization)
-    if query_quantization and (reason := why_no_query_quantization(cache.spec, asked)):
-        raise UnsupportedError(reason)
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,

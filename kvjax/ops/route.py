@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import attention, mla
 from kvjax.kernels import prompts as prompt_kernel
 from kvjax.kernels.attention import BatchSizes
 from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target
+from kvjax.ops.options import as_bool
 from kvjax.spec import AttentionSpec
 
 
@@ -105,6 +107,19 @@ def _why_no_prompt_kernel(spec: AttentionSpec, query: Query, dense: np.dtype[Any
     if query.query_quantization and (reason := why_no_query_quantization(spec, query)):
         return reason
     return prompt_kernel.why_not((spec.head_size, spec.head_size_v), target)
+
+
+def check_query_quantization(what: object, spec: AttentionSpec, query: Query) -> bool:
+    """Returns the option as a bool.
+
+    Raises:
+      KVCacheTypeError: another type.
+      UnsupportedError: products in fp8 serve no prompts of the query over caches of the spec, on whatever GPU.
+    """
+    asked = as_bool("query_quantization", what)
+    if asked and (reason := why_no_query_quantization(spec, query)):
+        raise UnsupportedError(reason)
+    return asked
 
 
 def why_no_query_quantization(spec: AttentionSpec, query: Query) -> str | None:

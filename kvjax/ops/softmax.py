@@ -63,7 +63,7 @@ class InFp8(NamedTuple):
 
     Attributes:
       is_any: bool `[num_seqs]`.
-      first: int32 `[num_seqs]`, the first token of each that any of its rows sees.
+      first: int32 `[num_seqs]`, the first token that a row of the sequence sees.
     """
 
     is_any: jax.Array

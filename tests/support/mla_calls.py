@@ -15,7 +15,8 @@ import numpy as np
 import kvjax
 from kvjax import KVCacheDType, MLAAttentionSpec, mla_paged_attention
 from kvjax.kernels import mla
-from kvjax.kernels.attention import ReadArrays, Softmax
+from kvjax.kernels.attention import BatchSizes, ReadArrays, Softmax
+from kvjax.kernels.attention.choice import plain_problem
 from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.mla import MLAConfig
 from kvjax.kernels.target import Target
@@ -88,7 +89,8 @@ def check(
     q = queries(spec, (len(lengths), q_len, heads), query_dtype)
     with contextlib.nullcontext() if on_gpu else interpret_mode():
         if config is None:
-            call = dataclasses.replace(mla.problem._plain(spec, q_len * heads), batch_invariant=invariant)
+            call = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=q_len * heads, max_blocks=1))
+            call = dataclasses.replace(call, batch_invariant=invariant)
             config = mla.problem.few_config(call, Target(), 132 if on_gpu else 2)
             assert config is not None
         out, lse = attend(problem, q, Softmax(SM_SCALE, window, cap, invariant), config)

@@ -148,7 +148,7 @@ class KvjaxCache(Cache):
         model_dtype = torch_dtype(model.dtype.info.storage_dtype)
         tables = [self.block_tables[spec.sliding_window] for spec in specs]
         self._steps = Steps(tables, CACHE_ARGUMENT)
-        self._exact_window = None if exact_window is None else _as_sizes(exact_window, max_q_len)
+        self._exact_window = _as_sizes(exact_window, max_q_len)
         if self._exact_window is not None:
             self._steps.recent = [
                 RecentTokens(*self._exact_window) if spec.dtype.is_quantized else None for spec in specs
@@ -207,8 +207,14 @@ class KvjaxCache(Cache):
         self._steps.select(indices.numpy(force=True))
 
 
-def _as_sizes(exact_window: int, max_q_len: int) -> tuple[int, int]:
-    sizes = as_int("exact_window", exact_window, least=1), as_int("max_q_len", max_q_len, least=1)
+def _as_sizes(exact_window: int | None, max_q_len: int) -> tuple[int, int] | None:
+    """The sizes of an exact window, None without one."""
+    most = as_int("max_q_len", max_q_len, least=1)
+    if exact_window is None:
+        if most > 1:
+            raise KVCacheValueError(f"max_q_len: got {most} without an exact_window, which alone has room for drafts")
+        return None
+    sizes = as_int("exact_window", exact_window, least=1), most
     window_blocks(*sizes)  # which refuses those that are too large
     return sizes
 
@@ -220,7 +226,7 @@ def _rotated_layers(
     if isinstance(key_rotation, str) or not isinstance(key_rotation, Collection):
         raise KVCacheTypeError(f"key_rotation: got {kind_of(key_rotation)}, expected the indices of layers")
     for layer in key_rotation:
-        if layer not in indices:
+        if isinstance(layer, bool) or layer not in indices:
             raise KVCacheValueError(f"key_rotation: got {layer!r}, expected indices of the {len(indices)} layers")
         if (size := specs[indices.index(layer)].head_size) % 2:
             raise KVCacheValueError(f"key_rotation: got layer {layer!r} of head_size={size}, expected an even one")

@@ -131,10 +131,10 @@ def _largest(spec: AttentionSpec) -> Problem:
     """A call of as many query rows as one pass takes, over pages at any address."""
     keys, values = (PageMemory(regions, spec.page_size_bytes, 1) for regions in spec.regions)
     sizes = BatchSizes(num_seqs=1, q_len=rows_per_pass(spec), group=1, max_blocks=1)
-    return dataclasses.replace(_plain(spec, sizes), memory=(keys, values), one_memory=False)
+    return dataclasses.replace(plain_problem(spec, sizes), memory=(keys, values), one_memory=False)
 
 
-def _plain(spec: AttentionSpec, sizes: BatchSizes) -> Problem:
+def plain_problem(spec: AttentionSpec, sizes: BatchSizes) -> Problem:
     """A batch-invariant call over a JAX array."""
     return Problem(
         spec=spec,
@@ -166,7 +166,7 @@ def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes, target: Target) ->
             continue
         tokens = runs[0]  # no run of these heads has more
         sizes = batch._replace(q_len=tokens.stop - tokens.start, group=heads.stop - heads.start)
-        problem = _plain(spec, sizes)
+        problem = plain_problem(spec, sizes)
         if num_parts(problem, choose(problem, target)) * spec.head_size_v > np.iinfo(np.int32).max:
             return too_many_parts(batch.num_seqs)
     return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
-from kvjax.kernels.attention.choice import BatchSizes, array_memory, merge_config, too_many_parts
+from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES, Sequences
 from kvjax.kernels.mla import few_rows_stages
@@ -110,7 +110,7 @@ def why_not_few(spec: AttentionSpec, rows: int | None, target: Target) -> str | 
         return (
             f"it reads 8 bytes of a rope key at once; got kv_lora_rank={spec.part_sizes[0]}, which takes {start} bytes"
         )
-    if few_config(_plain(spec, rows), target, 1) is None:
+    if few_config(plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=rows, max_blocks=1)), target, 1) is None:
         return f"its stages do not fit the {target.shared_bytes} bytes of shared memory that it has"
     return None
 
@@ -174,30 +174,6 @@ def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfi
 
 _RESERVED_BYTES = 1024
 """Bytes of shared memory that are left for alignment."""
-
-
-def _plain(spec: AttentionSpec, rows: int) -> Problem:
-    """A call of so many rows over a JAX array, of queries that take most shared memory."""
-    return Problem(
-        spec=spec,
-        memory=array_memory(spec),
-        query_dtype=np.dtype(np.float16),
-        q_len=1,
-        num_heads=rows,
-        num_seqs=1,
-        max_blocks=1,
-        table_stride=1,
-        query_strides=(0, 0),
-        num_blocks=0,
-        num_layers=1,
-        has_layer=False,
-        sm_scale=1.0,
-        window=None,
-        logits_soft_cap=None,
-        scale_sizes=(1, 1),
-        one_memory=True,
-        has_sinks=False,
-    )
 
 
 def num_parts(problem: Problem, config: Division) -> int:

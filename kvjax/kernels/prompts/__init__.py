@@ -88,7 +88,8 @@ def kernel_of(
       num_blocks: thread blocks.
     """
     size, size_v, dtype = sizes
-    values = (size_v + tiles.GROUP, config.tokens) if fp8.is_fp8(dtype) else (config.tokens, size_v)
+    is_fp8 = fp8.is_fp8(dtype)
+    values = (size_v + tiles.GROUP, config.tokens) if is_fp8 else (config.tokens, size_v)
     kernel: Kernel = plgpu.kernel(
         compat.named("prompt_attention", body),
         out_type=(),
@@ -99,7 +100,7 @@ def kernel_of(
             plgpu.SMEM((len(Claimed._fields),), np.dtype(np.int32)),
             ready,
             ready,
-            plgpu.Barrier(num_barriers=WARPGROUPS) if config.overlaps else plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS) if is_fp8 else plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         grid=(num_blocks,),
         grid_names=("block",),

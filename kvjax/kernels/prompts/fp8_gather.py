@@ -164,32 +164,32 @@ def _transposed(words: list[jax.Array]) -> list[jax.Array]:
     return [lanes.permute(x, y, selector) for x, y in (low, high) for selector in (0x5410, 0x7632)]
 
 
-# The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
-_PTX_OF_NVFP4 = """{
+def _ptx_of_byte(extract: str, result: str) -> str:
+    """Two codes, the byte that `extract` puts into `code`, as two e4m3 in `result`.
+
+    The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
+    """
+    return f"""{extract}
+  mul.lo.u32 halves, code, 0x200200;
+  mul.lo.u32 signs, code, 0x1001000;
+  and.b32 halves, halves, 0x0E000E00;
+  lop3.b32 halves, halves, signs, 0x80008000, 0xF8;
+  mul.rn.f16x2 halves, halves, unit;
+  mul.rn.f16x2 halves, halves, scales;
+  cvt.rn.satfinite.e4m3x2.f16x2 {result}, halves;"""
+
+
+_PTX_OF_NVFP4 = f"""{{
   .reg .b16 scale, low, high;
   .reg .b32 scales, code, halves, signs, unit;
   mov.b32 unit, 0x74007400;
   cvt.u16.u32 scale, $2;
   cvt.rn.f16x2.e4m3x2 scales, scale;
   mul.rn.f16x2 scales, scales, $3;
-  and.b32 code, $1, 0xFF;
-  mul.lo.u32 halves, code, 0x200200;
-  mul.lo.u32 signs, code, 0x1001000;
-  and.b32 halves, halves, 0x0E000E00;
-  lop3.b32 halves, halves, signs, 0x80008000, 0xF8;
-  mul.rn.f16x2 halves, halves, unit;
-  mul.rn.f16x2 halves, halves, scales;
-  cvt.rn.satfinite.e4m3x2.f16x2 low, halves;
-  bfe.u32 code, $1, 8, 8;
-  mul.lo.u32 halves, code, 0x200200;
-  mul.lo.u32 signs, code, 0x1001000;
-  and.b32 halves, halves, 0x0E000E00;
-  lop3.b32 halves, halves, signs, 0x80008000, 0xF8;
-  mul.rn.f16x2 halves, halves, unit;
-  mul.rn.f16x2 halves, halves, scales;
-  cvt.rn.satfinite.e4m3x2.f16x2 high, halves;
-  mov.b32 $0, {low, high};
-}"""
+  {_ptx_of_byte("and.b32 code, $1, 0xFF;", "low")}
+  {_ptx_of_byte("bfe.u32 code, $1, 8, 8;", "high")}
+  mov.b32 $0, {{low, high}};
+}}"""
 
 
 def _nvfp4_model(codes: jax.Array, scales: jax.Array, units: jax.Array) -> list[jax.Array]:

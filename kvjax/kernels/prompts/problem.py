@@ -36,13 +36,11 @@ class PromptConfig:
       stages: tiles in shared memory, at least 2.
       segments: number of parts that a row's tokens are divided into. Each part has its own results. Kernels over
         caller-owned memory get it at launch.
-      overlaps: whether both warpgroups may compute their softmax at once; else only their products and softmax overlap.
     """
 
     tokens: int
     stages: int
     segments: Number = 1
-    overlaps: bool = False
 
 
 class PromptProblem(NamedTuple):
@@ -80,16 +78,14 @@ def choose(
     num_heads: int,
     num_tokens: int,
     max_segments: int,
-    *,
-    is_fp8: bool = False,
 ) -> PromptConfig:
     """The configuration for a call; few rows that see many tokens are divided, so that all multiprocessors have work.
 
-    `num_tokens` are the most tokens of a sequence; `is_fp8` says that products are in fp8.
+    `num_tokens` are the most tokens of a sequence.
     """
     heads, rows = block_shape(num_heads, spec.num_kv_heads)
     blocks = num_prompts * -(-max_q_len // rows) * (num_heads // heads)
     segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT, max_segments))
     # Registers hold the results and the logits of 64 rows.
     tokens = TOKENS if max(spec.head_size, spec.head_size_v) <= 128 else TOKENS // 2
-    return PromptConfig(tokens, 2, segments, overlaps=is_fp8)
+    return PromptConfig(tokens, 2, segments)

@@ -9,8 +9,9 @@ first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
 second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
 ```
 
-With `PromptConfig.overlaps` there is a barrier for each warpgroup, at which it arrives when it has issued QK, and for
-which the other waits before its PV. So products still take turns, but both may compute their softmax at once.
+In fp8, whose products take half as long, there is a barrier for each warpgroup, at which it arrives when it has issued
+QK, and for which the other waits before its PV. So products still take turns, but both may compute their softmax at
+once.
 
 Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
 values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
@@ -99,7 +100,7 @@ class RowWarpgroup:
                 if ahead < self.config.stages - 1:
                     self._copy_values(span.start + ahead)
 
-        if not self.config.overlaps:
+        if not self.is_fp8:
             self._arrive()
 
     @property
@@ -272,12 +273,12 @@ class RowWarpgroup:
     def _arrive(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
         turn = self.scratch.turn
-        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.config.overlaps else turn)
+        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.is_fp8 else turn)
 
     def _take_turn(self) -> None:
         """Waits until the other warpgroup has ended its phase."""
         turn = self.scratch.turn
-        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.config.overlaps else turn)
+        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.is_fp8 else turn)
 
     def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
@@ -288,7 +289,7 @@ class RowWarpgroup:
 
         def multiplying_keys() -> None:
             self._arrive()
-            if not config.overlaps:
+            if not self.is_fp8:
                 self._take_turn()
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
@@ -319,7 +320,7 @@ class RowWarpgroup:
             operand = weights.astype(keys.dtype)
             total += jnp.sum(weights, axis=1)
             acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
-        if not config.overlaps:
+        if not self.is_fp8:
             self._arrive()
         self._wait(values_full, tile)
         self._take_turn()
@@ -381,7 +382,7 @@ def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: S
             return state[0].prompt < queue.num_prompts
 
         lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
-        if not config.overlaps:
+        if not fp8.is_fp8(scratch.keys.dtype):
             # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
             pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
             plgpu.barrier_wait(scratch.turn)
