@@ -87,7 +87,7 @@ def test_a_tree_of_one_branch_is_no_tree():
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.ones((4, 4), np.int32), "tree_mask: got dtype int32, expected one of bool"),
+        (np.ones((4, 4), np.int32), "tree_mask: got dtype int32, expected bool"),
         (np.ones((4, 3), bool), "tree_mask: got shape (4, 3), expected [q_len=4, q_len=4]"),
         (np.ones((3, 4, 4), bool), "tree_mask: got shape (3, 4, 4), expected [num_seqs=2, q_len=4, q_len=4]"),
     ],
@@ -432,7 +432,7 @@ F32 = np.zeros((2, 3, 4), np.float32)
         (F32[0], F32[0, :, 0], KVCacheValueError, "outs: got shape (3, 4), expected [num_parts, ..., num_heads, head"),
         (F32, F32, KVCacheValueError, "lses: got shape (2, 3, 4), expected (2, 3), that of outs without its last"),
         (F32.astype(np.float64), F32[..., 0], KVCacheTypeError, "outs: got dtype float64, expected one of float32"),
-        (F32, F32[..., 0].astype(np.float16), KVCacheTypeError, "lses: got dtype float16, expected one of float32"),
+        (F32, F32[..., 0].astype(np.float16), KVCacheTypeError, "lses: got dtype float16, expected float32"),
         (F32, 3.0, KVCacheTypeError, "lses: got a float, expected an array or a sequence of arrays"),
         (F32, [1.0, 2.0], KVCacheTypeError, "lses[0]: got a float, expected an array"),
         ([F32, F32[:1]], [F32] * 2, KVCacheValueError, "outs[1]: got float32[1, 3, 4], expected float32[2, 3, 4] as o"),

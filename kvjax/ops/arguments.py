@@ -36,7 +36,8 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
         how = f": numpy.asarray({what}, numpy.{dtypes[0]})" if isinstance(array, (list, tuple)) else for_torch(array)
         raise KVCacheTypeError(f"{what}: got {kind_of(array)}, expected an array{how}")
     if array.dtype not in dtypes:
-        raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected one of {', '.join(map(str, dtypes))}")
+        expected = str(dtypes[0]) if len(dtypes) == 1 else f"one of {', '.join(map(str, dtypes))}"
+        raise KVCacheTypeError(f"{what}: got dtype {array.dtype}, expected {expected}")
     fits = len(array.shape) == len(dims) and all(
         size is None or got == size for got, (_, size) in zip(array.shape, dims, strict=True)
     )
