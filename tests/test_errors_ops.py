@@ -79,7 +79,7 @@ WRITE_ERRORS = [
         VALUE,
         "value: got shape (3, 2, 32), expected [num_tokens=3, num_kv_heads=2, head_si",
     ),
-    ({"value": TOKENS.astype(np.float16)}, TYPE, "value: got dtype float16, expected one of float32"),
+    ({"value": TOKENS.astype(np.float16)}, TYPE, "value: got dtype float16, expected float32"),
     ({"slot_mapping": SLOTS[:2]}, VALUE, "slot_mapping: got shape (2,), expected [num_tokens=3]"),
     ({"key": TOKENS[None]}, VALUE, "value: got shape (3, 2, 64), expected [batch=1, time=3, num_kv_heads=2, head_s"),
     ({"key": TOKENS[None, :, :1]}, VALUE, "key: got shape (1, 3, 1, 64), expected [batch, time, num_kv_heads=2, head_"),
