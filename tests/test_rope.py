@@ -178,7 +178,7 @@ GOOD: dict[str, Any] = {
     ("wrong", "error", "message"),
     [
         ({"query": np.zeros((3, 4, 32), np.float32)}, KVCacheValueError, "query: got shape (3, 4, 32), expected"),
-        ({"query": np.zeros((3, 4, 64), np.float16)}, KVCacheTypeError, "query: got dtype float16, expected one of"),
+        ({"query": np.zeros((3, 4, 64), np.float16)}, KVCacheTypeError, "query: got dtype float16, expected float32"),
         ({"positions": np.arange(4)}, KVCacheValueError, "positions: got shape (4,), expected [num_tokens=3]"),
         ({"positions": np.zeros(3)}, KVCacheTypeError, "positions: got dtype float64, expected one of int32, int64"),
         ({"cos_sin_cache": np.zeros((9, 63), np.float32)}, KVCacheValueError, "cos_sin_cache: got shape (9, 63)"),
