@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.checkpoint import read_declared_kv_cache
 from kvjax.dtypes import KVCacheDType
-from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheValueError, KVCacheWarning, shown
+from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheTypeError, KVCacheValueError, KVCacheWarning, kind_of, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
@@ -86,6 +86,9 @@ FP8_DIVISOR = 448.0
 AMAX_DIVISOR = "kvjax_amax_divisor"
 """In the metadata of a file of scales: what the largest magnitudes were divided by, as `kvjax calibrate` writes it."""
 
+KEY_ROTATION = "kvjax_key_rotation"
+"""Likewise: the layers whose scales are those of rotated keys, `"0,3,4"`."""
+
 
 def load_kv_scales(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any],
@@ -94,6 +97,7 @@ def load_kv_scales(
     *,
     skip_layers: Iterable[int | str] = (),
     amax_divisor: float | None = None,
+    key_rotation: Iterable[int] = (),
 ) -> tuple[KVScales, ...]:
     """Loads the decode scales of each of `model.layers` from the tensors of a checkpoint.
 
@@ -116,12 +120,15 @@ def load_kv_scales(
       skip_layers: layers that keep the model dtype, likewise.
       amax_divisor: what the exporter divided by. Default: what a file of `kvjax calibrate` says; 448 if the checkpoint
         declares an fp8 cache; else unknown.
+      key_rotation: the layers whose queries and keys the model rotates by `hadamard_transform`. Other layers than those
+        that a file of `kvjax calibrate --key-rotation` was made for are refused.
 
     Raises:
-      KVCacheValueError: as `resolve_layer_dtypes`; an invalid safetensors file, index or `hf_quant_config.json`, or one
-        that is not a regular file; different values of a scale in two files; a scale that is neither a scalar nor
-        one per head, or not between `MIN_SCALE` and `MAX_SCALE`; scales of more than one language model.
-      KVCacheTypeError: `checkpoint` is neither a path nor a mapping.
+      KVCacheValueError: as `resolve_layer_dtypes`; other layers of rotated keys than a file's; an invalid safetensors
+        file, index or `hf_quant_config.json`, or one that is not a regular file; different values of a scale in two
+        files; a scale that is neither a scalar nor one per head, or not between `MIN_SCALE` and `MAX_SCALE`; scales of
+        more than one language model.
+      KVCacheTypeError: `checkpoint` is neither a path nor a mapping; layers of `key_rotation` are none.
       OSError: `checkpoint` does not exist, or a file cannot be read.
 
     Warns:
@@ -129,8 +136,10 @@ def load_kv_scales(
         `hf_quant_config.json` for a model without a `quantization_config`.
     """
     tensors = open_tensors(checkpoint)
-    if amax_divisor is None and not isinstance(checkpoint, Mapping) and Path(checkpoint).is_file():
-        amax_divisor = _divisor_in_file(Path(checkpoint))
+    path = None if isinstance(checkpoint, Mapping) or not Path(checkpoint).is_file() else Path(checkpoint)
+    if path and amax_divisor is None:
+        amax_divisor = _divisor_in_file(path)
+    _check_rotation(key_rotation, read_key_rotation(path) if path else ())
     layers = read_layer_scales(tensors, model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor)
     folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
     if folder and model.quantization_config is None and _declares_quantized_cache(folder):
@@ -142,6 +151,34 @@ def load_kv_scales(
             skip_file_prefixes=(os.path.dirname(__file__),),  # attribute it to the caller's line
         )
     return tuple(layer.scales for layer in layers)
+
+
+def read_key_rotation(path: Path) -> tuple[int, ...]:
+    """Returns the layers whose scales in a file are those of rotated keys.
+
+    Raises:
+      KVCacheValueError: the file's metadata is not what `kvjax calibrate` writes.
+    """
+    text = read_metadata(path).get(KEY_ROTATION)
+    if text is None:
+        return ()
+    layers = text.split(",")
+    if not all(layer.isdecimal() and layer.isascii() and len(layer) < 5 for layer in layers):
+        raise KVCacheValueError(
+            f"{KEY_ROTATION} of {shown(str(path))}: got {shown(text)}, expected layers such as '0,3,4'"
+        )
+    return tuple(map(int, layers))
+
+
+def _check_rotation(got: Any, expected: tuple[int, ...]) -> None:
+    if isinstance(got, str) or not isinstance(got, Iterable):
+        raise KVCacheTypeError(f"key_rotation: got {kind_of(got)}, expected the indices of layers")
+    layers = tuple(got)
+    if {*layers} != {*expected}:
+        raise KVCacheValueError(
+            f"key_rotation: got {shown(layers)}, expected {shown(expected)}, the layers of rotated keys that the scales"
+            " are for: rotate their queries and keys by hadamard_transform, or calibrate again"
+        )
 
 
 def _divisor_in_file(path: Path) -> float | None:

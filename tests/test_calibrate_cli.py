@@ -328,6 +328,44 @@ def test_a_choice_is_that_of_what_attention_gets(models, text, out, capsys, mode
     np.testing.assert_allclose(loaded, scales, rtol=1e-6)
 
 
+def test_scales_of_rotated_keys_are_for_models_that_rotate_them(models, text, out, capsys):
+    """Queries and keys of the first layer have a large channel; the other's queries are all zero."""
+    folder = models["llama"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        loaded.model.layers[1].self_attn.q_proj.weight.zero_()
+        for projection in (loaded.model.layers[0].self_attn.q_proj, loaded.model.layers[0].self_attn.k_proj):
+            projection.weight.mul_(0.05)
+            projection.weight[15 :: SIZES["head_dim"]] *= 400  # the slowest rotation of RoPE's
+    folder = out.with_name("outlier")
+    loaded.save_pretrained(folder)
+    save_tokenizer(folder)
+    options = ["--choose", "nvfp4", "--bits", "4.5", "--samples", "2"]
+    assert calibrate(folder, text, out, *options, "--key-rotation") == 0
+    model, size = read_model(folder), SIZES["head_dim"]
+    samples = [
+        [(query * np.float32(size**0.5), key, value) for key, value, query in (sample[index] for index in (0, 1))]
+        for sample in what_attention_gets(folder, 2)
+    ]
+    rotated = kvjax.choose_layer_dtypes(model, samples, ["nvfp4"], bits=4.5, key_rotation=True).key_rotation
+    assert rotated == (0,)
+    with safe_open(out, "numpy") as file:
+        assert file.metadata()["kvjax_key_rotation"] == ",".join(map(str, rotated))
+    assert f"key_rotation={list(rotated)}" in capsys.readouterr().out
+    stored = [
+        [
+            (kvjax.hadamard_transform(key) if index in rotated else key, value)
+            for index, (_, key, value) in enumerate(sample)
+        ]
+        for sample in samples
+    ]
+    expected = kvjax.calibrate(kvjax.resolve_layer_specs(model, "nvfp4"), stored)
+    np.testing.assert_allclose(kvjax.load_kv_scales(out, model, "nvfp4", key_rotation=rotated), expected, rtol=1e-6)
+    for wrong in ((), (0, 1)):
+        with pytest.raises(kvjax.KVCacheValueError, match=rf"^key_rotation: got \({', '.join(map(str, wrong))}\)"):
+            kvjax.load_kv_scales(out, model, "nvfp4", key_rotation=wrong)
+
+
 def test_without_a_number_the_whole_text_is_sampled(models, text, out, capsys):
     assert calibrate(models["llama"], text, out) == 0
     num_samples = len(TEXT.encode()) // (LENGTH - 1)
@@ -405,6 +443,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "per head": (passed("--per-head"), "per_head: got True, expected False"),
     "a choice without bits": (passed("--choose", "fp8"), "--choose, --bits: got one of them, expected both or none"),
     "bits without a choice": (passed("--bits", "5"), "--choose, --bits: got one of them, expected both or none"),
+    "rotated keys without a choice": (passed("--key-rotation"), "--key-rotation: got it without --choose, expected"),
     "a dtype beside a choice": (
         passed("--choose", "fp8,nvfp4", "--bits", "7", "--dtype", "nvfp4"),
         "--dtype: got 'nvfp4' beside --choose, expected one of them",

@@ -329,12 +329,14 @@ SCALED = ModelKVConfig.from_hf_config(
 TENSORS = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in (0, 1) for kind in "kv"]
 TENSORS += ["a", "x" * 10**4 + ".layers.0.k_scale"]
 OFFSETS = st.lists(st.integers(0, 40), min_size=2, max_size=2)
+METADATA: tuple[dict[str, str], ...] = ({"kvjax_amax_divisor": "448"}, {"kvjax_key_rotation": "0,1"})
+HEADERS: list[dict[str, Any]] = [{}, {}, *({"__metadata__": each} for each in METADATA)]
 
 
 @st.composite
 def tensor_file(draw: st.DrawFn) -> bytes:
     """A safetensors file, most often with something wrong."""
-    header: dict[str, Any] = draw(st.sampled_from([{}, {}, {"__metadata__": {"kvjax_amax_divisor": "448"}}]))
+    header: dict[str, Any] = draw(st.sampled_from(HEADERS))
     header, data = dict(header), b""
     for name in draw(st.lists(st.sampled_from(TENSORS), unique=True, max_size=4)):
         dtype, shape = draw(st.sampled_from(sorted(FLOATS))), draw(st.lists(st.integers(0, 3), max_size=2))

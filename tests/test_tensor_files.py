@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax import KVCacheValueError, ModelKVConfig, load_kv_scales
+from kvjax import KVCacheTypeError, KVCacheValueError, ModelKVConfig, load_kv_scales
 from kvjax.tensor_files import INDEX, open_tensors
 
 LAYER = "model.layers.0.self_attn."
@@ -160,6 +160,24 @@ def test_a_files_own_divisor_holds_unless_another_is_given(tmp_path: Path):
         save_file(scales, path, metadata={"kvjax_amax_divisor": wrong})
         with pytest.raises(KVCacheValueError, match=rf"^kvjax_amax_divisor of '{path}': got "):
             load_kv_scales(path, MODEL, "fp8")
+
+
+def test_scales_of_rotated_keys_are_loaded_for_the_layers_that_rotate_them(tmp_path: Path):
+    path = tmp_path / "scales.safetensors"
+    scales, metadata = {K: np.float32([0.25]), V: np.float32([0.5])}, {"kvjax_amax_divisor": "448"}
+    save_file(scales, path, metadata=metadata | {"kvjax_key_rotation": "0"})
+    assert load_kv_scales(path, MODEL, "fp8", key_rotation=[0])[0] == (0.25, 0.5)
+    with pytest.raises(KVCacheValueError, match=r"^key_rotation: got \(\), expected \(0,\), the layers"):
+        load_kv_scales(path, MODEL, "fp8")
+    for wrong in ("", "0,", "-1", "0-3", "\u0663", "1" * 9):
+        save_file(scales, path, metadata=metadata | {"kvjax_key_rotation": wrong})
+        with pytest.raises(KVCacheValueError, match=rf"^kvjax_key_rotation of '{path}': got "):
+            load_kv_scales(path, MODEL, "fp8")
+    save_file(scales, path, metadata=metadata)
+    with pytest.raises(KVCacheValueError, match=r"^key_rotation: got \(0,\), expected \(\), the layers"):
+        load_kv_scales(path, MODEL, "fp8", key_rotation=[0])
+    with pytest.raises(KVCacheTypeError, match=r"^key_rotation: got a str, expected the indices of layers"):
+        load_kv_scales(path, MODEL, "fp8", key_rotation="0")  # type: ignore[arg-type]
 
 
 def test_a_folder_without_weights_is_refused_and_a_missing_file_is_not_found(tmp_path: Path):

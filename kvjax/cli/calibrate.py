@@ -17,7 +17,7 @@ import numpy as np
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least, percentage
 from kvjax.dtypes import parse_model_dtype
-from kvjax.scales import AMAX_DIVISOR
+from kvjax.scales import AMAX_DIVISOR, KEY_ROTATION
 from kvjax.table import markdown_table
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--bits", type=float, help="of --choose: the most bits of an element, as a mean of all layers (NVFP4 has 4.5)"
     )
     parser.add_argument(
+        "--key-rotation",
+        action="store_true",
+        help="of --choose: rotate keys, and in the model queries, of layers whose attention has less error so",
+    )
+    parser.add_argument(
         "--method",
         choices=[method.value for method in kvjax.CalibrationMethod],
         default=kvjax.CalibrationMethod.AMAX.value,
@@ -96,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates, writes the file and prints what was found; returns the exit status."""
     if bool(args.choose) != (args.bits is not None):
         return _failed("--choose, --bits: got one of them, expected both or none")
+    if args.key_rotation and not args.choose:
+        return _failed("--key-rotation: got it without --choose, expected both, or neither")
     if args.choose and args.dtype is not None:
         return _failed(f"--dtype: got {args.dtype.value!r} beside --choose, expected one of them")
     # torch and JAX share a GPU here.
@@ -112,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype or kvjax.KVCacheDType.NVFP4,
         choose_from=args.choose,
         bits=args.bits,
+        key_rotation=args.key_rotation,
         method=kvjax.CalibrationMethod(args.method),
         percentile=args.percentile,
         per_head=args.per_head,
@@ -140,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if found.choice:
         print(f"{found.choice.bits:.2f} bits of an element, {found.choice.bytes_per_token:,} bytes of a token")
+        if rotated := found.choice.key_rotation:
+            print(f"rotate queries and keys: key_rotation={list(rotated)}")
     return 0
 
 
@@ -190,7 +200,9 @@ def _requested(found: Calibration) -> str:
 
 
 def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
+    rotated = found.choice.key_rotation if found.choice else ()
     return {
+        **({KEY_ROTATION: ",".join(map(str, rotated))} if rotated else {}),
         "kvjax_version": kvjax.__version__,
         AMAX_DIVISOR: f"{_divisor(found.layers):g}",
         "kv_cache_dtype": _requested(found),

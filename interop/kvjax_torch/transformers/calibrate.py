@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from kvjax import (
     ModelKVConfig,
     UnsupportedError,
 )
+from kvjax_torch.hadamard import hadamard_transform
 from kvjax_torch.memory.borrow import to_jax
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 
@@ -53,7 +54,8 @@ class Options:
     """What to calibrate, and from which samples.
 
     `dtype`: of every layer, unless `choose_from` has some: then each layer gets the one of these that
-    `kvjax.choose_layer_dtypes` chooses for at most `bits`. `length`: tokens of a sample, None for `LENGTH`, or fewer if
+    `kvjax.choose_layer_dtypes` chooses for at most `bits`, with rotated keys where they are better if `key_rotation`.
+    `length`: tokens of a sample, None for `LENGTH`, or fewer if
     the model takes fewer. `num_samples`: None for as many as the text has, at most `MAX_SAMPLES`. `device`: None for a
     GPU if there is one. `model_dtype`: None for the checkpoint's. The others are those of `kvjax.calibrate`.
     """
@@ -61,6 +63,7 @@ class Options:
     dtype: KVCacheDType
     choose_from: tuple[KVCacheDType, ...] = ()
     bits: float | None = None
+    key_rotation: bool = False
     method: CalibrationMethod = CalibrationMethod.AMAX
     percentile: float = 99.99
     per_head: bool = False
@@ -107,7 +110,8 @@ class Calibration:
 def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     """Runs a model over samples of a text and computes the scales of its cache, and chooses its dtypes if asked to.
 
-    Shows progress if on a terminal. A choice reads the samples twice for each dtype, running the model each time.
+    Shows progress if on a terminal. A choice reads the samples twice for each dtype, with rotated keys four times, and
+    runs the model each time.
 
     The model's code is transformers' own (no remote code), its weights are safetensors.
 
@@ -145,7 +149,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         if options.choose_from:
             choice = _choose(model, stated, specs, samples, options)
             specs = kvjax.resolve_layer_specs(stated, choice.dtypes)
-        layers = _calibrate(model, stated.layer_indices, specs, samples, options)
+        layers = _calibrate(model, stated.layer_indices, specs, samples, options, choice.key_rotation if choice else ())
     except torch.OutOfMemoryError as error:
         raise KVCacheMemoryError(
             f"device: {device} is out of memory for the model and {length} tokens, expected a smaller length"
@@ -229,9 +233,11 @@ def _choose(
                 for index, pair in zip(indices, states, strict=True)
             ]
 
-    total = 2 * len(dict.fromkeys(options.choose_from)) * len(samples)
+    total = (4 if options.key_rotation else 2) * len(dict.fromkeys(options.choose_from)) * len(samples)
     with tqdm(total=total, unit=" samples", desc="dtypes", disable=None, leave=False) as bar:
-        return kvjax.choose_layer_dtypes(stated, sequences, options.choose_from, bits=options.bits)
+        return kvjax.choose_layer_dtypes(
+            stated, sequences, options.choose_from, bits=options.bits, key_rotation=options.key_rotation
+        )
 
 
 def _calibrate(
@@ -240,7 +246,9 @@ def _calibrate(
     specs: Sequence[AttentionSpec],
     samples: Sequence[Sequence[int]],
     options: Options,
+    key_rotation: Collection[int | str],
 ) -> tuple[CalibratedLayer, ...]:
+    """Calibrates layers with what they store, keys of layers of `key_rotation` as the model will rotate them."""
     amax = torch.zeros(len(specs), 2)
     run = _forward(model)
     lend = _lender(model.device)
@@ -250,7 +258,11 @@ def _calibrate(
         for number, ids in enumerate(samples):
             with torch.no_grad():
                 stored = run(torch.tensor([ids], device=model.device))
-                states = [_states(stored, index, spec) for index, spec in zip(indices, specs, strict=True)]
+                states = [
+                    (hadamard_transform(keys) if index in key_rotation else keys, values)
+                    for index, spec in zip(indices, specs, strict=True)
+                    for keys, values in [_states(stored, index, spec)]
+                ]
                 largest = _largest(states)
             _check_finite(number, indices, specs, largest)
             amax.copy_(torch.maximum(amax, largest))
