@@ -187,15 +187,3 @@ def test_layers_with_a_state_beside_keys_and_values_are_refused(name: str):
     message = rf"config: got a {config.model_type} model, whose layer 0 has a Linear\w+ in .* and no state"
     with pytest.raises(KVCacheValueError, match=message):
         KvjaxCache(config, num_blocks=4)
-
-
-@pytest.mark.parametrize("name", ["DeepseekV2", "DeepseekV3", "Dots3NoteText"])
-def test_latent_attention_is_refused_by_name(name: str):
-    config_class = getattr(transformers, f"{name}Config", None)
-    if config_class is None:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    config = config_class(dtype="bfloat16")
-    with pytest.raises(
-        KVCacheValueError, match=r"config: got multi-head latent attention \(kv_lora_rank=512\), expected"
-    ):
-        KvjaxCache(config, num_blocks=4)

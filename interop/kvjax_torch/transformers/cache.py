@@ -17,6 +17,7 @@ from kvjax_torch.arguments.dtypes import torch_dtype
 from kvjax_torch.arguments.scales import Scale
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 from kvjax_torch.transformers.block_table import BlockTable
+from kvjax_torch.transformers.latents import LatentLayer
 from kvjax_torch.transformers.layer import KvjaxLayer
 from kvjax_torch.transformers.recent import RecentTokens
 from kvjax_torch.transformers.steps import Steps
@@ -44,6 +45,10 @@ class KvjaxCache(Cache):
     Some models (Falcon's newer ones) repeat each KV head for its query heads before they store it. Their layers hold
     every copy, and a `KVCacheWarning` says so with the first tokens. Where KV heads are split over devices, each rank's
     cache holds its share.
+
+    Models of multi-head latent attention (DeepSeek-V3, Kimi, Mistral 4) store latents, with `k_scale` as their scale.
+    transformers expands them before it attends, so `attn_implementation="kvjax"` is refused; `v_scale`, `exact_window`
+    and `key_rotation`, too.
 
     A step that stops halfway, out of memory for example, leaves layers at different lengths; the next step raises until
     `crop` has removed its tokens, or `reset` all. Under autocast, keys, values and queries are cast to the model dtype.
@@ -83,9 +88,9 @@ class KvjaxCache(Cache):
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `kvjax.ModelKVConfig.from_hf_config` and `kvjax.resolve_layer_specs`; a
-        layer that keeps no keys and values of its own, or something else beside them, or one latent for all heads, or
-        whose keys and values differ in size; a list of scales that does not fit the layers. When a step needs more
-        blocks than there are, `generate` raises before it has written anything of that step.
+        layer that keeps no keys and values of its own, or something else beside them, or whose keys and values differ
+        in size; a list of scales that does not fit the layers; for latents, options that they do not have. When a step
+        needs more blocks than there are, `generate` raises before it has written anything of that step.
     """
 
     def __init__(
@@ -113,11 +118,6 @@ class KvjaxCache(Cache):
                 + (": pass model.config" if of_model else "")
             )
         text_config = config.get_text_config(decoder=True)
-        if rank := text_config.to_dict().get("kv_lora_rank"):
-            raise KVCacheValueError(
-                f"config: got multi-head latent attention (kv_lora_rank={rank}), expected a model whose layers keep"
-                " keys and values of each KV head"
-            )
         model = kvjax.ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=model_dtype)
         if model.layers_without_cache:
             raise KVCacheValueError(
@@ -133,6 +133,10 @@ class KvjaxCache(Cache):
             layout=layout,
             v_scale_layout=v_scale_layout,
         )
+        if any(spec.is_mla for spec in specs):
+            given = {"v_scale": v_scale, "exact_window": exact_window, "key_rotation": tuple(key_rotation) or None}
+            for what in [what for what, value in given.items() if value is not None]:
+                raise KVCacheValueError(f"{what}: got {given[what]!r} for a model of latents (MLA), expected none")
         k_scales, v_scales = (
             _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
         )
@@ -154,7 +158,9 @@ class KvjaxCache(Cache):
                 RecentTokens(*self._exact_window) if spec.dtype.is_quantized else None for spec in specs
             ]
         self._kvjax_layers = [
-            KvjaxLayer(index, spec, self._steps, text_config, model_dtype, scales, is_rotated[index])
+            (LatentLayer if spec.is_mla else KvjaxLayer)(
+                index, spec, self._steps, text_config, model_dtype, scales, is_rotated[index]
+            )
             for index, (spec, scales) in enumerate(zip(specs, zip(k_scales, v_scales, strict=True), strict=True))
         ]
         super().__init__(layers=list(self._kvjax_layers))

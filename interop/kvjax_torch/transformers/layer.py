@@ -118,7 +118,7 @@ class KvjaxLayer(CacheLayerMixin):
         key_rotation: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of transformers
-        if spec.is_diffkv:
+        if spec.is_diffkv and not spec.is_mla:
             raise KVCacheValueError(
                 f"config: got head sizes {spec.head_size} of keys and {spec.head_size_v} of values, expected equal ones"
             )
@@ -155,7 +155,7 @@ class KvjaxLayer(CacheLayerMixin):
                 f"key_states: got dtype {key_states.dtype}, expected {self._model_dtype} as the configuration says;"
                 " pass model_dtype=model.dtype"
             )
-        self.spec = _as_stored(self.spec, key_states, value_states)
+        self._check_states(key_states, value_states)
         shape = self.spec.cache_shape(self.block_table.num_blocks)
         with torch.inference_mode(False):  # else steps outside inference mode could not write into them
             self.kv = torch.zeros(shape, dtype=torch_dtype(self.spec.array_dtype), device=key_states.device)
@@ -202,11 +202,7 @@ class KvjaxLayer(CacheLayerMixin):
         key_states = self._rotated(key_states)
         step = self._steps.join(self._index, num_seqs, num_new, key_states.device)
         self._store(key_states, value_states, step)
-        keys, values = gather_kv(
-            block_table=step.block_table, seq_lens=step.seq_lens, **self._stored(), dtype=key_states.dtype
-        )
-        end = self.num_tokens + num_new
-        keys, values = keys[:, :end], values[:, :end]
+        keys, values = self._read(step, self.num_tokens + num_new, key_states.dtype)
         if (recent := self._steps.recent[self._index]) is not None:
             window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
             rows = torch.arange(num_seqs, device=key_states.device)
@@ -265,6 +261,10 @@ class KvjaxLayer(CacheLayerMixin):
         """Queries or keys `[..., head_size]` as the pages have them."""
         return hadamard_transform(states) if self._key_rotation else states
 
+    def _check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Checks the first keys and values, and takes the number of heads from them."""
+        self.spec = _as_stored(self.spec, key_states, value_states)
+
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""
         if self.num_tokens == 0:
@@ -280,6 +280,11 @@ class KvjaxLayer(CacheLayerMixin):
             **self._stored(),
             unique_slots=True,
         )
+
+    def _read(self, step: AppendStep, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens of every sequence: keys and values `[num_seqs, num_tokens, num_kv_heads, head_size]`."""
+        keys, values = gather_kv(block_table=step.block_table, seq_lens=step.seq_lens, **self._stored(), dtype=dtype)
+        return keys[:, :num_tokens], values[:, :num_tokens]
 
     def _stored(self) -> dict[str, Any]:
         """The arguments of kvjax_torch's operations that say where the pages are and how they are encoded."""
