@@ -22,7 +22,7 @@ from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
 from kvjax_torch.transformers_cache import KvjaxCache  # noqa: E402
 
 NUM_BLOCKS, BLOCK_SIZE = 48, 4
-MODEL_TYPES = ["deepseek_v3", "deepseek_v2", "mistral4", "minicpm3", "glm4_moe_lite", "longcat_flash", "youtu", "axk1"]
+MODEL_TYPES = ["deepseek_v3", "deepseek_v2", "mistral4", "minicpm3", "glm4_moe_lite", "youtu", "axk1"]
 OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in MODEL_TYPES[2:]]
 
 
