@@ -81,8 +81,13 @@ def errors(layer: Layer, dtype: kvjax.KVCacheDType, scales: kvjax.KVScales = ONE
     spec = spec_of(layer, dtype)
     stored, in_16_bits, (in_fp8, lse) = _attended(*layer, *scales, spec=spec, by_kernels=workload.is_gpu())
     (of_stored, lse_of_stored), (of_written, _) = (in_float64(layer.query, *tokens) for tokens in (stored, layer[1:]))
-    found = [relative(x, wanted) for wanted in (of_stored, of_written) for x in (in_16_bits, in_fp8)]
-    return Errors(*found, float(np.abs(np.float64(lse) - lse_of_stored).max()))
+    return Errors(
+        relative(in_16_bits, of_stored),
+        relative(in_fp8, of_stored),
+        relative(in_16_bits, of_written),
+        relative(in_fp8, of_written),
+        float(np.abs(np.float64(lse) - lse_of_stored).max()),
+    )
 
 
 def relative(found: Any, wanted: np.ndarray) -> float:
@@ -125,7 +130,7 @@ def _attended(
     sequence = jnp.arange(num_blocks)[None], jnp.array([num_tokens])
     keys, values = (x[0, :num_tokens] for x in kvjax.gather_kv(cache, *sequence, dtype=jnp.float32))
     bounds = jnp.array([0, len(query)])
-    attend = functools.partial(
+    attend: Any = functools.partial(
         kvjax.ragged_paged_attention,
         query,
         cache,
@@ -134,19 +139,23 @@ def _attended(
         decode_q_len=0,
         implementation="mosaic" if by_kernels else "xla",
     )
-    in_16_bits = attend() if by_kernels else _in_16_bits(query, cache, keys, values)
+    in_16_bits = attend() if by_kernels else _in_16_bits(query, (keys, values), (k_scale, v_scale), spec)
     return (keys, values), in_16_bits, attend(query_quantization=True, return_lse=True)
 
 
-def _in_16_bits(query: jax.Array, cache: kvjax.KVCache, keys: jax.Array, values: jax.Array) -> jax.Array:
+def _in_16_bits(
+    query: jax.Array, tokens: tuple[jax.Array, jax.Array], scales: tuple[Any, Any], spec: kvjax.FullAttentionSpec
+) -> jax.Array:
     """Returns what the kernels compute but for the order of sums: stored elements, query and weights in float16."""
-    k_scale, v_scale = cache.k_scale, cache.v_scale
-    stored = [(x / scale).astype(jnp.float16)[None] for x, scale in ((keys, k_scale), (values, v_scale))]
-    chunks = softmax.TokenChunks(1, lambda _: (*stored, jnp.ones((1, len(keys)), bool)))
-    positions = jnp.arange(len(keys) - len(query), len(keys))[None]
+    k_scale, v_scale = scales
+    keys, values = ((x / scale).astype(jnp.float16)[None] for x, scale in zip(tokens, scales, strict=True))
+    num_tokens = keys.shape[1]
+    chunks = softmax.TokenChunks(1, lambda _: (keys, values, jnp.ones((1, num_tokens), bool)))
+    positions = jnp.arange(num_tokens - len(query), num_tokens)[None]
     options: Any = Softmax(sm_scale=query.shape[2] ** -0.5 * k_scale)
-    out, _ = softmax.attend(query.astype(jnp.float16)[None], chunks, positions, None, cache.spec, options)
-    return (out[0] * v_scale).astype(query.dtype)
+    out, _ = softmax.attend(query.astype(jnp.float16)[None], chunks, positions, None, spec, options)
+    result: jax.Array = (out[0] * v_scale).astype(query.dtype)
+    return result
 
 
 def samples() -> tuple[list[list[Layer]], list[list[Layer]]]:
