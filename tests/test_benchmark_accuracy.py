@@ -83,3 +83,22 @@ def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):
     assert (head, tail) == (old_head, old_tail)
     assert table.startswith("| dtype ")
     assert "| nvfp4 " in table
+
+
+def test_products_in_fp8_add_to_the_error_of_storing(tmp_path: Path):
+    write_gguf(tmp_path / "tiny.gguf")
+    command = [sys.executable, "-m", "benchmarks.product_accuracy", "--smoke", f"--model={tmp_path}"]
+    command += ["--dtypes=fp8_e4m3,nvfp4", f"--markdown={tmp_path / 'table.md'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table, facts = (tmp_path / "table.md").read_text().split("\n\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    names = "random", "random, queries times 4", "model, scales 1", "model, calibrated"
+    assert [row[:2] for row in rows] == [[name, dtype] for name in names for dtype in ("fp8_e4m3", "nvfp4")]
+    for name, dtype, *cells, lse in rows:
+        stored, stored_in_fp8, written, written_in_fp8 = (float(cell.removesuffix("%")) for cell in cells)
+        assert 0.1 < stored < 0.3 < 1 < stored_in_fp8 < 20, (name, dtype)
+        assert stored_in_fp8 < written_in_fp8 < 40, (name, dtype)
+        assert stored < written < 1.05 * written_in_fp8, (name, dtype)
+        assert 0 < float(lse) < 1
+    assert "models of the kernels' roundings" in facts

@@ -156,16 +156,11 @@ def test_interpreted_it_is_what_xla_computes_whatever_is_where_nobody_looks(opti
 def test_errors_are_those_of_rounding_to_e4m3_and_decodes_have_none(options):
     problem = ragged_suite.build(ragged_suite.ragged(**STEP, **options))
     out, lse = ragged_suite.run(problem, in_xla)
-    for seq, (q_len, rows) in enumerate(zip(STEP["q_lens"], out, strict=True)):
-        if not q_len:
-            continue
-        want = suite.expected(problem, seq)
-        rms = np.sqrt(np.mean((np.float64(rows) - want.out) ** 2) / np.mean(want.out**2))
-        if q_len == 1:
-            assert rms < 0.004
-        else:
-            assert 0.01 < rms < 0.07
-        assert np.nanmax(np.abs(np.where(np.isinf(want.lse), np.nan, lse[seq] - want.lse))) < 0.2
+    suite.assert_right(problem, out, lse, in_fp8=lambda q_len: q_len > 1)
+    for seq, q_len in enumerate(STEP["q_lens"]):
+        if q_len > 1:
+            want = suite.expected(problem, seq).out
+            assert 0.01 < np.sqrt(np.mean((np.float64(out[seq]) - want) ** 2) / np.mean(want**2)) < 0.07
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-5, 300.0])
@@ -283,6 +278,26 @@ def test_on_a_gpu_the_kernel_is_its_model(multiprocessors):
     args = of_prompts.operands(**shapes, dtype=E4M3)
     limits = {"multiprocessors": multiprocessors, "on_gpu": True}
     of_prompts.check(args, PromptProblem(70, None, None), config, **limits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "nvfp4", "sinks": True, "scales": "scalar"},
+        {"dtype": "fp8_e4m3", "scales": "per_head"},
+        {"dtype": "nvfp4_4over6", "window": 300},
+        {"dtype": "fp8_k_nvfp4_v", "cap": 20.0},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_errors_against_float64_are_those_of_rounding(options):
+    problem = ragged_suite.build(ragged_suite.ragged(**ragged_suite.GRID, head_size=128, **options))
+    by_kernels = functools.partial(
+        ragged_paged_attention, return_lse=True, implementation="mosaic", query_quantization=True
+    )
+    found = ragged_suite.run(problem, jax.jit(by_kernels, static_argnames=ragged_suite.STATIC))
+    suite.assert_right(problem, *found, in_fp8=lambda q_len: q_len > 1)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from support.torch_helpers import capture, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
-from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata, UnsupportedError  # noqa: E402
 
 LENGTHS = (61, 9, 40)
 CUTS = ((1, 1, 1), (17, 3, 8), (61, 9, 40), (24, 1, 33))
@@ -191,6 +191,24 @@ def test_a_window_of_other_sizes_than_the_cache_is_refused_before_it_is_written(
     with pytest.raises(KVCacheValueError, match="exact_window: got head_size_v=32, expected 16"):
         kvjax_torch.fill_exact_window(window, *(call[name] for name in names), torch.arange(2), "auto", 1.0, 1.0)
     assert not window.key_cache.any()
+
+
+def test_prompts_attend_to_pages_by_products_in_fp8_as_in_jax():
+    case = Case(block_size=16, query_dtype="bfloat16", model_dtype="bfloat16")
+    tokens, _ = random_tokens(case, LENGTHS)
+    steps, in_fp8 = cuts_of(LENGTHS, CUTS[1]), {"query_quantization": True}
+    results, exact = TorchServer(case, tokens).serve(steps, **in_fp8), TorchServer(case, tokens).serve(steps)
+    wanted = Server(case, tokens).serve(steps, **in_fp8)
+    for got, one in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(got, one, rtol=2e-2, atol=4e-3)
+    # The second sequence is shorter than the ring.
+    assert [0.001 < np.abs(x - y).max() < 0.3 for x, y in zip(results, exact, strict=True)] == [True, False, True]
+
+
+def test_products_in_fp8_are_refused_beside_a_ring_that_has_all_that_queries_see():
+    case = Case("bfloat16", sliding_window=8, query_dtype="bfloat16", model_dtype="bfloat16", block_size=16)
+    with pytest.raises(UnsupportedError, match="query_quantization: got a cache with keys or values of bfloat16"):
+        TorchServer(case, random_tokens(case, LENGTHS)[0]).step([4, 0, 0], query_quantization=True)
 
 
 def test_a_window_of_tensors_that_are_no_ring_is_refused():

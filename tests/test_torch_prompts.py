@@ -20,14 +20,21 @@ torch = pytest.importorskip("torch")
 from support.attention_suite import Case  # noqa: E402
 from support.ragged_suite import ragged  # noqa: E402
 from support.torch_helpers import assert_same, capture  # noqa: E402
-from support.torch_steps import attend_on, on_cuda, place_model, schedule_model  # noqa: E402
+from support.torch_steps import attend_on, on_cuda, place_model, schedule_model, use_stand_ins  # noqa: E402
 
 from support import attention_suite as suite  # noqa: E402  # isort: skip
 from support import ragged_suite  # noqa: E402  # isort: skip
 import kvjax_torch  # noqa: E402  # isort: skip
-from kvjax import KVCacheDType, binaries, kernels  # noqa: E402
+from kvjax import (  # noqa: E402
+    KVCacheDType,
+    KVCacheTypeError,
+    UnsupportedError,
+    binaries,
+    kernels,
+    ragged_paged_attention,
+)
 from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
-from kvjax.kernels.tiles import CHUNK, offset, swizzle_of  # noqa: E402
+from kvjax.kernels.tiles import CHUNK, offset, swizzle_of, word_of  # noqa: E402
 from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
@@ -96,6 +103,99 @@ def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.M
     ran = interpret_kernels(monkeypatch)
     ragged_suite.check(case, attend_on("cpu", is_rounded=True))
     assert {*ran} == {"any_schedule", "any_placement", "any_gather", "any_prompts"}
+
+
+STEP = {"q_lens": (20, 1, 0, 33), "lengths": (90, 7, 0, 33)}
+"""A chunk, a sequence that decodes, nothing, and a whole prompt."""
+
+IN_FP8 = [
+    {"dtype": "nvfp4", "sinks": True, "scales": "scalar", "v_scale_layout": "swizzled"},
+    {"dtype": "fp8_e4m3", "scales": "per_head", "window": 21, "layout": "HND"},
+    {"dtype": "nvfp4_4over6", "cap": 5.0, "query_dtype": "float16", "block_size": 32, "head_size": 96},
+    {"dtype": "fp8_k_nvfp4_v", "scales": "scalar", "window": 8, "head_size_v": 32},
+]
+
+
+def in_jax(*args: Any, **options: Any) -> Any:
+    attend = functools.partial(ragged_paged_attention, return_lse=True, implementation="xla", query_quantization=True)
+    attend = jax.jit(attend, static_argnames=ragged_suite.STATIC)
+    return jax.tree.map(np.asarray, attend(*args, **options))
+
+
+def assert_alike(results: Any, wanted: Any) -> None:
+    """Most elements have the same bits; another order of sums rounds a weight in a thousand otherwise."""
+    for got, expected in zip(results, wanted, strict=True):
+        got, expected = (np.float32(np.concatenate(each)) for each in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=1e-2, atol=4e-3)
+        assert (np.abs(got - expected)[np.isfinite(got)] < 1e-5).mean() > 0.99
+
+
+@pytest.mark.parametrize("options", IN_FP8, ids=str)
+def test_on_the_host_products_in_fp8_are_rounded_as_in_jax(options: dict[str, Any]):
+    problem = ragged_suite.build(ragged(**STEP, **options))
+    results = ragged_suite.run(problem, attend_on("cpu", query_quantization=True))
+    suite.assert_right(problem, *results, in_fp8=lambda q_len: q_len > 1)
+    assert_alike(results, ragged_suite.run(problem, in_jax))
+    other = ragged_suite.build(problem.case, fill=suite.ZERO, garbage=(-1,))
+    for got, first in zip(ragged_suite.run(other, attend_on("cpu", query_quantization=True)), results, strict=True):
+        assert_same_bytes(np.concatenate(got), np.concatenate(first))
+    exact = ragged_suite.run(problem, attend_on("cpu"))[0]
+    assert [(x == y).all() for x, y in zip(exact, results[0], strict=True)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"num_kv_heads": 1} | options, marks=pytest.mark.full)
+        for options in (*IN_FP8, {"dtype": "nvfp4", "head_size": 32, "num_kv_heads": 2, "window": 100})
+    ],
+    ids=str,
+)
+def test_interpreted_products_in_fp8_are_those_of_the_host(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Whatever is where nobody looks."""
+    case = ragged((20, 1, 3), (140, 7, 33), **options)
+    problems = [ragged_suite.build(case), ragged_suite.build(case, fill=suite.ZERO, garbage=(-1,))]
+    ran = interpret_kernels(monkeypatch)
+    attend = attend_on("cpu", query_quantization=True)
+    results = [ragged_suite.run(problem, attend) for problem in problems]
+    units = {"any_units"} if "nvfp4" in options["dtype"] else set()
+    assert {*ran} == {"any_schedule", "any_placement", "any_fp8_gather", "any_prompts"} | units
+    monkeypatch.undo()
+    assert_alike(results[0], ragged_suite.run(problems[0], attend))
+    for got, first in zip(*results, strict=True):
+        assert_same_bytes(np.concatenate(got), np.concatenate(first))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "got a cache with keys or values of bfloat16"),
+        ({"dtype": "nvfp4", "query_dtype": "float32"}, "got a query of float32"),
+        ({"dtype": "nvfp4", "head_size": 80}, "got head size 80, expected a multiple of 32 up to 128"),
+        ({"dtype": "nvfp4", "sm_scale": -1.0}, "got sm_scale of 0 or less"),
+        ({"dtype": "fp8_e4m3", "block_size": 8}, "got block_size 8, expected a multiple of 16"),
+    ],
+    ids=str,
+)
+def test_what_products_in_fp8_do_not_serve_is_refused_as_in_jax(options: dict[str, Any], message: str):
+    problem = ragged_suite.build(ragged((3,), (5,), **options))
+    for attend in (attend_on("cpu", query_quantization=True), in_jax):
+        with pytest.raises(UnsupportedError, match=f"query_quantization: {message}"):
+            ragged_suite.run(problem, attend)
+    with pytest.raises(KVCacheTypeError, match="query_quantization: got 1 of type int"):
+        ragged_suite.run(problem, attend_on("cpu", query_quantization=1))
+
+
+def test_gpus_without_the_prompt_kernel_refuse_products_in_fp8_where_prompts_may_come(monkeypatch: pytest.MonkeyPatch):
+    use_stand_ins(monkeypatch)  # for another GPU
+    problem = ragged_suite.build(ragged((3, 1), (5, 9), dtype="nvfp4", head_size=32))
+    attend = functools.partial(attend_on, "cpu", query_quantization=True)
+    with pytest.raises(UnsupportedError, match=r"query_quantization needs the prompt kernel: `wgmma` is of .*max_pro"):
+        ragged_suite.run(problem, attend(decode_q_len=1))
+    for got, expected in zip(
+        ragged_suite.run(problem, attend(max_q_len=3)), ragged_suite.run(problem, attend_on("cpu")), strict=True
+    ):
+        np.testing.assert_allclose(np.float32(np.concatenate(got)), np.float32(np.concatenate(expected)), atol=1e-2)
 
 
 def make_step(
@@ -179,6 +279,14 @@ def test_a_segment_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: 
             np.testing.assert_allclose(np.float32(rows), np.float32(other), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("columns", [32, 64, 96, 128])
+def test_tiles_of_fp8_have_their_bytes_where_as_many_of_16_bits_have_them(columns: int):
+    """Which `wgmma` reads likewise."""
+    rows, of_words = np.arange(24)[:, None], np.arange(0, columns, 4)[None]
+    half = np.vectorize(functools.partial(offset, columns=columns // 2))(rows % 8, of_words // 2)
+    np.testing.assert_array_equal(4 * word_of(rows, of_words, columns, 1), rows // 8 * (8 * columns) + half)
+
+
 @pytest.mark.parametrize("columns", [16, 32, 48, 64, 96, 128, 256])
 def test_rows_of_tiles_share_their_bytes(columns: int):
     """Eight rows fill their bytes once; chunks of a column of one run lie in as many places as rows have."""
@@ -201,6 +309,9 @@ def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.Any
         return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16, **options), 32)
     if kernel == "gather":
         return kernels.prompt_gather_kernel(spec, page_memory(spec), BFLOAT16)
+    if kernel in ("units", "gather in fp8"):
+        of_pages = kernels.prompt_units_kernel if kernel == "units" else kernels.prompt_fp8_gather_kernel
+        return of_pages(spec, page_memory(spec))
     query = kernels.RowMemory(BFLOAT16, 32 * head_size + 64, 4)
     known = {"window": None, "logits_soft_cap": None, "has_sinks": False, "is_divided": False} | options
     return kernels.prompt_kernel(kernels.PromptKind(spec, query, 32, (1, 1), 0.1, **known), kernels.Target())
@@ -230,6 +341,12 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
                 (("prompts", "nvfp4", 256), {}),
                 (("prompts", "nvfp4", 128), {"window": 1024, "is_divided": True}),
                 (("prompts", "fp8_e4m3", 128), {"logits_soft_cap": 30.0}),
+                (("units", "nvfp4", 128), {}),
+                (("gather in fp8", "nvfp4", 128), {}),
+                (("gather in fp8", "fp8_k_nvfp4_v", 96), {}),
+                (("prompts", "nvfp4", 128), {"query_quantization": True}),
+                (("prompts", "fp8_e4m3", 128), {"query_quantization": True, "is_divided": True}),
+                (("prompts", "nvfp4", 64), {"query_quantization": True, "window": 1024, "has_sinks": True}),
             )
         ),
     ],
@@ -241,13 +358,16 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
     # A soft cap takes four registers more than there are; JAX's kernel, which has no tiles to address, takes fewer.
-    assert kernel.spill_bytes <= (32 if "logits_soft_cap" in options else 0)
+    # In fp8, segments take two more with jax 0.12.
+    assert kernel.spill_bytes <= (32 if "logits_soft_cap" in options else 8 if "is_divided" in options else 0)
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
     if made[0] == "prompts":
         assert "wgmma" in kernel.ptx
-        # Interpreted kernels have no barriers: those of keys and values, two stages each, and that of turns.
-        assert kernel.ptx.count("mbarrier.init") == 2 * 2 + 1
+        # Interpreted kernels have no barriers: those of keys and values, two stages each, and of turns, in fp8 two.
+        in_fp8 = "query_quantization" in options
+        assert kernel.ptx.count("mbarrier.init") == 2 * 2 + 1 + in_fp8
         assert "cp.async.bulk.tensor" not in kernel.ptx  # which takes a descriptor
+        assert ("e4m3.e4m3" in kernel.ptx) == in_fp8
         assert "serialized" not in kernel.ptxas_log
 
 
@@ -278,6 +398,39 @@ def test_a_serving_step_on_a_gpu(case: Case, decode_q_len: int):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("decode_q_len", [0, 1, 8])
+@pytest.mark.parametrize("options", [{"head_size": 128}, {"head_size": 64, "window": 100}], ids=str)
+@pytest.mark.parametrize("own", IN_FP8, ids=str)
+def test_products_in_fp8_on_a_gpu_have_the_errors_of_rounding(
+    own: dict[str, Any], options: dict[str, Any], decode_q_len: int
+):
+    """Against float64, whatever is where nobody looks; and they are what JAX's kernels give."""
+    case = ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), **own | options, group=4)
+    attend = attend_on("cuda", query_quantization=True, decode_q_len=decode_q_len)
+    problem = ragged_suite.build(case)
+    results = ragged_suite.run(problem, attend)
+    suite.assert_right(problem, *results, in_fp8=lambda q_len: q_len > decode_q_len)
+    other = ragged_suite.build(case, fill=suite.ZERO, garbage=(-1,))
+    for got, first in zip(ragged_suite.run(other, attend), results, strict=True):
+        assert_same_bytes(np.concatenate(got), np.concatenate(first))
+    in_jax = functools.partial(ragged_paged_attention, return_lse=True, implementation="mosaic")
+    in_jax = jax.jit(in_jax, static_argnames=ragged_suite.STATIC)
+    in_jax = functools.partial(in_jax, query_quantization=True, decode_q_len=decode_q_len)
+    for got, wanted in zip(results, ragged_suite.run(problem, in_jax), strict=True):
+        got, wanted = (np.float32(np.concatenate(each)) for each in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8_e4m3"])
+def test_few_rows_in_fp8_behind_many_tokens_are_attended_to_in_segments(dtype: str):
+    for q_lens, lens in (((40,), (5000,)), ((70, 1, 0), (5000, 100, 0))):
+        problem = ragged_suite.build(ragged(q_lens, lens, dtype=dtype, head_size=128, group=4, sinks=True))
+        results = ragged_suite.run(problem, attend_on("cuda", query_quantization=True, decode_q_len=1))
+        suite.assert_right(problem, *results, in_fp8=lambda q_len: q_len > 1)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [3, 40, 70])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_few_rows_behind_many_tokens_are_attended_to_in_segments(q_len: int, sinks: bool):
@@ -303,14 +456,16 @@ def test_a_prompt_has_the_same_bits_alone_and_in_a_batch(options: dict[str, Any]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("query_quantization", [False, True])
 @pytest.mark.parametrize("decode_q_len", [0, 1])
-def test_a_graph_stores_all_rows_in_memory_of_the_caller(decode_q_len: int):
+def test_a_graph_stores_all_rows_in_memory_of_the_caller(decode_q_len: int, query_quantization: bool):
     """Whatever it held, and however long sequences are when the graph is replayed."""
     lens = (1000,) * 6
     call = on_cuda(ragged((5, 0, 200, 1, 33, 129), lens, dtype="nvfp4", head_size=128, group=4, sinks=True))
     call["query"].nan_to_num_()
     out = torch.empty_like(call["query"])
     call |= {"max_q_len": 300, "max_prompts": 6, "decode_q_len": decode_q_len}
+    call["query_quantization"] = query_quantization
     kvjax_torch.ragged_paged_attention(**call, out=out)
     graph = torch.cuda.CUDAGraph()
     with capture(graph):

@@ -504,8 +504,10 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # which it says of itself
 @pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": True}, {"cap": 30.0}], ids=str)
-def test_torch_sees_nothing_that_waits(options):
+@pytest.mark.parametrize("query_quantization", [False, True])
+def test_torch_sees_nothing_that_waits(options, query_quantization):
     call = on_cuda(dataclasses.replace(STEP, dtype="nvfp4", **options))
+    call["query_quantization"] = query_quantization
     assert_torch_sees_no_wait(kvjax_torch.ragged_paged_attention, call)
 
 

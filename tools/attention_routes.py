@@ -52,10 +52,9 @@ EXAMPLES = (
     ),
     Example("a scale for each token and head", {"dtype": KVCacheDType.FP8_PER_TOKEN_HEAD}, Query(FLOAT16)),
     Example(
-        "`query_quantization`, where products in fp8 serve the cache (JAX)",
+        "`query_quantization`, where products in fp8 serve the cache",
         {},
         Query(FLOAT16, query_quantization=True),
-        is_for_torch=False,
     ),
     Example("float32 queries", {}, Query(FLOAT32)),
     Example("a window that is an array (JAX)", {}, Query(FLOAT16, is_window_static=False), is_for_torch=False),
@@ -88,7 +87,8 @@ def _cell(example: Example, target: Target, are_prompts: bool) -> str:
     found = route(AttentionSpec(**fields), example.query._replace(has_prompts=are_prompts), target)
     if are_prompts:
         bits = "float32" if found.dense_dtype == FLOAT32 else "16 bits"
-        served = f"fallback in {bits}" if found.why_no_prompt_kernel else "prompt kernel"
+        fallback = "refused" if example.query.query_quantization else f"fallback in {bits}"
+        served = fallback if found.why_no_prompt_kernel else "prompt kernel"
     else:
         served = "fallback in float32" if found.why_no_decode_kernel else "decode kernel"
     if found.why_no_kernels is None:

@@ -17,6 +17,7 @@ from benchmarks import compare, output, workload
 from benchmarks.bars import NO_CASCADE
 from benchmarks.peers import attends_flashinfer, attends_vllm, in_torch, read
 from benchmarks.peers.attention_inputs import (
+    FP8_ERROR,
     OWN_ERROR,
     PEER_ERROR,
     AttentionInputs,
@@ -30,6 +31,7 @@ from benchmarks.peers.in_jax import own_peers
 from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
+from kvjax.ops.route import Query, why_no_query_quantization
 
 
 def read_run(inputs: AttentionInputs) -> Run:
@@ -52,17 +54,23 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
     return dataclasses.replace(_own_run(inputs, compiled, inputs.numbers), facts=facts)
 
 
-def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array]) -> Run:
+def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array], *, most: float = OWN_ERROR) -> Run:
     query = inputs.call_query  # all calls share one query, as with other peers
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
-    return Run(call, functools.partial(inputs.check, most=OWN_ERROR))
+    return Run(call, functools.partial(inputs.check, most=most))
 
 
 def invariant_run(inputs: AttentionInputs) -> Run:
     """Attends so that the bits of a sequence do not depend on the others."""
     compiled = attention(inputs.job, output.IMPLEMENTATION.value, batch_invariant=True).result()
     return _own_run(inputs, compiled, inputs.numbers)
+
+
+def fp8_run(inputs: AttentionInputs) -> Run:
+    """Attends with prompts by products in fp8."""
+    compiled = attention(inputs.job, output.IMPLEMENTATION.value, query_quantization=True).result()
+    return _own_run(inputs, compiled, inputs.numbers, most=FP8_ERROR)
 
 
 def no_cascade_run(inputs: AttentionInputs) -> Run:
@@ -122,14 +130,21 @@ def sdpa_run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, halves), most=PEER_ERROR)
 
 
-def step_in_torch_run(inputs: AttentionInputs) -> Run:
+def step_in_torch_run(inputs: AttentionInputs, *, most: float = OWN_ERROR, **options: Any) -> Run:
     import kvjax_torch
 
     stored = inputs.job.dtype.value, *in_torch.float_scales()
     query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
     sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
-    attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **inputs.job.limits, **inputs.job.row.options)
-    return inputs.run_in_torch(by_turns(attend, sets), most=OWN_ERROR)
+    options = inputs.job.limits | inputs.job.row.options | options
+    attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **options)
+    return inputs.run_in_torch(by_turns(attend, sets), most=most)
+
+
+def _has_fp8_products(job: AttentionJob) -> bool:
+    """Returns whether a step's prompts can be attended to by products in fp8."""
+    is_served = why_no_query_quantization(job.spec, Query(np.dtype(workload.INPUT_DTYPE))) is None
+    return is_served and not job.row.prefix_len and job.limits.get("decode_q_len", 1) < job.row.q_len
 
 
 def _is_dense(job: AttentionJob) -> bool:
@@ -182,6 +197,22 @@ IN_TORCH: AttentionPeer = Peer(
     own=True,
 )
 
+IN_FP8: AttentionPeer = Peer(
+    "kvjax (fp8 products)",
+    fp8_run,
+    serves=_has_fp8_products,
+    why_missing=why_no_gpu,
+    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, query_quantization=True)],
+    own=True,
+)
+IN_FP8_IN_TORCH: AttentionPeer = Peer(
+    "kvjax_torch (fp8 products)",
+    functools.partial(step_in_torch_run, most=FP8_ERROR, query_quantization=True),
+    serves=lambda job: _has_fp8_products(job) and IN_TORCH.serves(job),
+    why_missing=in_torch.why_missing,
+    own=True,
+)
+
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
 PEERS = (READ, KVJAX, INVARIANT, KVJAX_IN_XLA, CUDNN, SDPA, attends_vllm.FA3, *BUILT)
 STEP_PEERS = (
@@ -190,6 +221,8 @@ STEP_PEERS = (
     WITHOUT_CASCADE,
     CUDNN,
     IN_TORCH,
+    IN_FP8,
+    IN_FP8_IN_TORCH,
     attends_vllm.FA3,
     attends_flashinfer.FA2,
     attends_flashinfer.FA3,

@@ -36,6 +36,7 @@ class RaggedOptions(AttentionOptions, total=False):
     max_q_len: int | None
     max_prompts: int | None
     decode_q_len: int | None
+    query_quantization: bool
 
 
 @overload
@@ -189,6 +190,7 @@ def ragged_paged_attention(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last tokens of each sequence, any number for each, as `kvjax.ragged_paged_attention` defines it.
 
@@ -199,9 +201,9 @@ def ragged_paged_attention(
 
     On a GPU the host does not wait for lengths. The kernels of `paged_attention` serve sequences of at most
     `decode_q_len` query tokens, on Hopper the prompt kernel serves the others over gathered keys and values;
-    docs/attention.md says what serves other calls. The last three arguments limit what the call serves; their defaults
-    serve every call, at a cost. A sequence beyond a limit has the results of one that sees no token. On CPU tensors
-    every sequence is served.
+    docs/attention.md says what serves other calls. `max_q_len`, `max_prompts` and `decode_q_len` limit what the call
+    serves; their defaults serve every call, at a cost. A sequence beyond a limit has the results of one that sees no
+    token. On CPU tensors every sequence is served.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. Sequence `i` has the
@@ -231,6 +233,9 @@ def ragged_paged_attention(
       decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
         `max_q_len` if that is at most 8, else 1. With 0 none is, and a sequence of one query token counts towards
         `max_prompts`.
+      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
+        products in fp8, as in `kvjax.ragged_paged_attention`. On a GPU only where the prompt kernel serves them; on CPU
+        tensors torch computes the same roundings.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each
@@ -242,7 +247,8 @@ def ragged_paged_attention(
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
     softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
-    limits = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
+    limits: dict[str, Any] = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
+    limits["query_quantization"] = as_bool("query_quantization", query_quantization)
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, limits, out, return_lse)
@@ -253,7 +259,7 @@ def _attend(
     tensors: Mapping[str, torch.Tensor],
     stored_as: tuple[str | KVCacheDType, Scale, Scale, str],
     softmax: SoftmaxOptions,
-    limits: Mapping[str, int | None],
+    limits: Mapping[str, Any],
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

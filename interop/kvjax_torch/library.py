@@ -115,8 +115,9 @@ def _attend_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *pages, cu_q_lens, kv_cache_dtype, k_scale, v_scale = given
     tensors, encoding = ReadTensors._make((*pages, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
+    in_fp8 = options.pop("query_quantization", False)
     limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
-    plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits)
+    plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits, in_fp8)
     if out is not None:
         check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
     serve = ragged.attend if query.is_cuda else host.attend_ragged
@@ -345,7 +346,7 @@ _register("gather_kv", f"{_READ}, {_STORED}, ScalarType? dtype=None", _BOTH, _ga
 _register_attention("paged_attention", f"Tensor query, {_READ}, {_STORED}, {_SOFTMAX}", _attend)
 _register_attention(
     "ragged_paged_attention",
-    f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}",
+    f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}, bool query_quantization=False",
     _attend_ragged,
 )
 _register("merge_attention_states", "Tensor[] outs, Tensor[] lses", _BOTH, merge.merge, "a merge of states", _merged)

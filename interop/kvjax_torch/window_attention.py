@@ -57,6 +57,7 @@ def exact_window_attention(
     max_q_len: int | None = None,
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
+    query_quantization: bool = False,
 ) -> torch.Tensor:
     """Attends as `ragged_paged_attention`, with the last `exact_window.size` tokens of each query exact.
 
@@ -90,6 +91,7 @@ def exact_window_attention(
         itself, else over a copy of the rows of the step's sequences and its new tokens. Pass it in every step.
       max_prompts: as in `ragged_paged_attention`.
       decode_q_len: as in `ragged_paged_attention`.
+      query_quantization: whether prompts attend to pages by products in fp8; exact tokens are not rounded.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of the query's dtype.
@@ -120,11 +122,11 @@ def exact_window_attention(
     one = as_tensors(*MODEL_DTYPE[1:], key_cache)
     of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, step.ring_table(1), nothing, *one)
     # Before the ring is written.
-    for read, encoding in (
-        (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout)),
-        (of_ring, Encoding(MODEL_DTYPE[0])),
+    for read, encoding, in_fp8 in (
+        (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), query_quantization),
+        (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
-        plan = ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits))
+        plan = ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits), in_fp8)
         check_sizes(exact_window, plan.attention.cache.spec)
     parts = []
     if window is None or window > size:
@@ -142,6 +144,7 @@ def exact_window_attention(
                 v_scale_layout=v_scale_layout,
                 sliding_window=None if window is None else window - size,
                 return_lse=True,
+                query_quantization=query_quantization,
                 **options,
             )
         )

@@ -6,18 +6,21 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 import kvjax_torch
 from kvjax import FullAttentionSpec, UnsupportedError, parse_kv_cache_dtype
 from kvjax.ops import options
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import Query, Route, route
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import LayerScales, scales_of_layers
 from kvjax_vllm.step import KvjaxMetadata, StepSequences
+
+logger = init_logger("vllm.kvjax")
 
 VIEWS = "_kvjax_views"
 """Attribute of a layer's `kv_cache`: its views, which must not outlive it."""
@@ -73,6 +76,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         }
         self._scales: LayerScales | None = None
         self._serves_prompts = False  # whether kernels for prompts are compiled
+        self._in_fp8: bool | None = None  # whether prompts are attended to by products in fp8, once it is known
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
@@ -150,6 +154,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             max_q_len=of.max_q_len,
             max_prompts=max_prompts,
             decode_q_len=decode_q_len,
+            query_quantization=max_prompts > 0 and self._attends_in_fp8(rows, out),
         )
 
     def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: StoredPages) -> None:
@@ -181,6 +186,28 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
                 layers[name].impl._scales = scales
         return self._scales or (layer._k_scale, layer._v_scale)
 
+    def _route(self, query: torch.Tensor, output: torch.Tensor, in_fp8: bool) -> Route:
+        """What serves prompts."""
+        asked = Query(numpy_dtype(query.dtype), self.scale > 0, query_quantization=in_fp8)
+        return route(self._spec(query, output), asked, choosing.target_of(query.device))
+
+    def _spec(self, query: torch.Tensor, output: torch.Tensor) -> FullAttentionSpec:
+        """The layer's, with blocks of 16 tokens: what serves it is the same for any multiple."""
+        dtype = str(query.dtype).removeprefix("torch.") if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        sizes = self.head_size, output.shape[-1]
+        return FullAttentionSpec(16, self.num_kv_heads, *sizes, dtype=parse_kv_cache_dtype(dtype))
+
+    def _attends_in_fp8(self, query: torch.Tensor, output: torch.Tensor) -> bool:
+        """Whether vLLM's `use_prefill_query_quantization` is set, and products in fp8 serve the layer."""
+        if self._in_fp8 is None:
+            config = self._vllm_config
+            self._in_fp8 = config is not None and config.attention_config.use_prefill_query_quantization
+            if self._in_fp8 and (reason := self._route(query, output, True).why_no_prompt_kernel) is not None:
+                self._in_fp8 = False
+                if self._spec(query, output).dtype.is_quantized:  # not a layer that vLLM was told to skip
+                    logger.warning_once("kvjax: use_prefill_query_quantization: a layer attends in 16 bits: %s", reason)
+        return self._in_fp8
+
     def _take_memory_of_prompts(self, query: torch.Tensor, output: torch.Tensor) -> None:
         """Allocates and frees what a step of prompts takes at most: their dense keys and values, and more."""
         config = self._vllm_config
@@ -189,10 +216,8 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         longest = config.model_config.max_model_len
         if (window := self._options["sliding_window"]) is not None:
             longest = min(longest, window + config.scheduler_config.max_num_batched_tokens)
-        sizes, dtype = (self.head_size, output.shape[-1]), numpy_dtype(query.dtype)
-        stored = parse_kv_cache_dtype(dtype.name if self.kv_cache_dtype == "auto" else self.kv_cache_dtype)
-        spec = FullAttentionSpec(16, self.num_kv_heads, *sizes, dtype=stored)  # the same for blocks of any size
-        served = route(spec, Query(dtype, self.scale > 0), choosing.target_of(query.device))
+        served = self._route(query, output, self._attends_in_fp8(query, output))
+        sizes = self.head_size, output.shape[-1]
         each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, served.dense_dtype.itemsize)
         dense = each * options.prompts_at_once(each, config.scheduler_config.max_num_seqs)
         if served.why_no_prompt_kernel is None:

@@ -25,6 +25,8 @@ from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
 from kvjax.kernels.mla.tiles import operand_dtypes as mla_operand_dtypes
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
 from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
+from kvjax.kernels.prompts.any_fp8 import any_fp8_gather as prompt_fp8_gather_kernel
+from kvjax.kernels.prompts.any_fp8 import any_units as prompt_units_kernel
 from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
 from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
 from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
@@ -72,9 +74,11 @@ __all__ = [
     "mla_operand_dtypes",
     "packed",
     "placement_kernel",
+    "prompt_fp8_gather_kernel",
     "prompt_gather_kernel",
     "prompt_kernel",
     "prompt_segments",
+    "prompt_units_kernel",
     "step_schedule_kernel",
     "step_schedule_programs",
     "write_kernel",

@@ -1,9 +1,9 @@
 """Keys and values in memory as `wgmma` reads them from shared memory: a tile is one run of bytes there and here.
 
-Rows of tokens are `[num_rows, columns]` of 16 bits: those of one head of one prompt follow each other, from a multiple
-of `GROUP` on. Eight rows are divided into runs of `swizzle` bytes, each an eight by eight matrix of `CHUNK` bytes (or
-fewer columns) whose columns are permuted differently in each row, so that a column lies in other banks for each row.
-Copies of tiles thus need no descriptor, and nothing that is known when a kernel is compiled.
+Rows of tokens are `[num_rows, columns]`: those of one head of one prompt follow each other, from a multiple of `GROUP`
+on; transposed, those of the dims of a tile. Eight rows are divided into runs of `swizzle` bytes, each an eight by eight
+matrix of `CHUNK` bytes (or fewer columns) whose columns are permuted differently in each row, so that a column lies in
+other banks for each row. Copies of tiles thus need no descriptor, and nothing that is known when a kernel is compiled.
 
 In interpret mode, where shared memory has no layout, rows are just rows.
 """
@@ -35,7 +35,7 @@ CHUNK = 16
 """Bytes that are permuted together."""
 
 ITEMSIZE = 2
-"""Bytes of an element."""
+"""Bytes of an element, but for products in fp8."""
 
 
 def swizzle_of(columns: int, itemsize: int = ITEMSIZE) -> int:
@@ -56,12 +56,21 @@ def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> Any:
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
 
 
-def offset(row: Value, column: Value, columns: int) -> Value:
+def offset(row: Value, column: Value, columns: int, itemsize: int = ITEMSIZE) -> Value:
     """The byte in its group of rows where an element is, given the row in the group; of integers of any kind."""
-    swizzle = swizzle_of(columns)
-    width = swizzle // ITEMSIZE
-    in_run = row * swizzle + column % width * ITEMSIZE
-    return column // width * (GROUP * swizzle) + (in_run ^ (in_run >> 7 & swizzle // CHUNK - 1) << 4)
+    swizzle = swizzle_of(columns, itemsize)
+    width = swizzle // itemsize
+    in_run = row * swizzle + (column & width - 1) * itemsize
+    run = column >> width.bit_length() - 1
+    return run * (GROUP * swizzle) + (in_run ^ (in_run >> 7 & swizzle // CHUNK - 1) << 4)
+
+
+def word_of(row: Scalar, column: Scalar, columns: int, itemsize: int) -> Scalar:
+    """The word in memory of an element of rows of tiles."""
+    if compat.interpreting():
+        return row * (columns * itemsize // 4) + (column * itemsize >> 2)
+    group, in_group = row >> GROUP.bit_length() - 1, row & GROUP - 1
+    return group * (GROUP * columns * itemsize // 4) + (offset(in_group, column, columns, itemsize) >> 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,12 +204,6 @@ class _Integer:
     def __mul__(self, other: Scalar) -> _Integer:
         return self._with(arith.muli, other)
 
-    def __floordiv__(self, other: Scalar) -> _Integer:
-        return self._with(arith.divui, other)
-
-    def __mod__(self, other: Scalar) -> _Integer:
-        return self._with(arith.remui, other)
-
     def __xor__(self, other: Scalar) -> _Integer:
         return self._with(arith.xori, other)
 
@@ -238,16 +241,20 @@ def wait(ref: Ref, slot: Any, times: Any) -> None:
         lanes.wait_for_barrier(ref, slot, times & 1)
 
 
-def copy(source: Ref, row: Value, buffer: Any, slot: Any, ready: Any) -> None:
-    """Starts the copy of a tile, from row `row` on, by the warps of a warpgroup; `ready` has its barrier."""
-    _, rows, columns = buffer.shape
+def copy(source: Ref, row: Value, buffer: Any, slot: Any, ready: Any, num_rows: int | None = None) -> None:
+    """Starts the copy of a tile, from row `row` on, by the warps of a warpgroup; `ready` has its barrier.
+
+    The tile has `num_rows` rows, the first ones of the slot; by default all.
+    """
+    _, slot_rows, columns = buffer.shape
+    rows = slot_rows if num_rows is None else num_rows
     if compat.interpreting():
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows)], buffer.at[slot], ready.at[slot])
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows)], buffer.at[slot, pl.ds(0, rows)], ready.at[slot])
         return
-    size = rows * columns * ITEMSIZE
-    part = size // WARPS
+    itemsize = jnp.dtype(source.dtype).itemsize
+    row_bytes = columns * itemsize
+    part = rows * row_bytes // WARPS
     offset = (lanes.thread_index() >> LANES.bit_length() - 1) * part
-    one = lanes.Copy(
-        0, offset + slot * size, 0, lanes.splat(row, jnp.int32), columns * ITEMSIZE, offset, 0, part, offset >= 0
-    )
-    lanes.copy_bulk(buffer, (source, source), ready, slot, [one], transforms_of(columns))
+    to = offset + slot * (slot_rows * row_bytes)
+    one = lanes.Copy(0, to, 0, lanes.splat(row, jnp.int32), row_bytes, offset, 0, part, offset >= 0)
+    lanes.copy_bulk(buffer, (source, source), ready, slot, [one], transforms_of(columns, itemsize))

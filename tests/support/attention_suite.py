@@ -260,13 +260,49 @@ def expected(problem: Problem, seq: int) -> Expected:
     return Expected(out, lse, 2 * error.max(initial=0) + floor, 2 * _rms(error) + floor, 4 * logits_error)
 
 
+def expected_in_fp8(problem: Problem, seq: int) -> Expected:
+    """Attention in float64, and twice the error of the same with operands and weights rounded to e4m3.
+
+    For results that tensor cores sum with some 14 bits, a hundredth of their magnitude is allowed besides, and 0.05 of
+    the log-sum-exp.
+    """
+    query, keys, values = problem.args[0][seq], problem.keys[seq], problem.values[seq]
+    out, lse, _ = attention(problem, query, keys, values, seq, np.float64)
+    rows = query.astype(np.float64)
+    power = 2.0 ** np.ceil(np.log2(np.abs(rows).max(axis=-1, keepdims=True)) - 8)
+    operands = _to_e4m3(rows / power) * power, *map(_with_four_bits, (keys, values))
+    rounded, rounded_lse, _ = attention(problem, *operands, seq, np.float64, in_fp8=True)
+    error, lse_error = np.abs(rounded - out), np.abs(rounded_lse - lse)[np.isfinite(lse)]
+    floor = 0.01 * _rms(out)
+    largest = 4 * error.max(initial=0) + 0.1 * np.abs(out).max(initial=0)
+    return Expected(out, lse, largest, 2 * _rms(error) + floor, 2 * lse_error.max(initial=0) + 0.05)
+
+
+def _with_four_bits(x: np.ndarray) -> np.ndarray:
+    """Rounded to the significant bits of e4m3, whatever the exponent."""
+    fraction, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.round(fraction * 16) / 16, exponent)
+
+
+def _to_e4m3(x: np.ndarray) -> np.ndarray:
+    return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
 def attention(
-    problem: Problem, query: np.ndarray, keys: np.ndarray, values: np.ndarray, seq: int, dtype: Any, shift: float = 0.0
+    problem: Problem,
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    seq: int,
+    dtype: Any,
+    shift: float = 0.0,
+    in_fp8: bool = False,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Of one sequence `[q_len, num_heads, head_size_v]`, `[q_len, num_heads]` and the largest sum in a logit.
 
     In float32 the weights go to bfloat16 before they meet the values, as they do on tensor cores, relative to a logit
-    whose binary logarithm is `shift` above the largest.
+    whose binary logarithm is `shift` above the largest. With `in_fp8` they go to e4m3, 256 for the power of two above
+    the largest one, and their sum is that of the rounded ones.
     """
     case, sinks = problem.case, problem.options["sinks"]
     q_len, num_heads, head_size = query.shape
@@ -291,7 +327,11 @@ def attention(
             largest = np.maximum(logits.max(axis=-1, initial=-np.inf), sink.astype(dtype))[:, None]
             if not len(k) and sinks is None:
                 continue
+            if in_fp8:
+                largest = np.ceil(largest * np.log2(np.e)) / np.log2(np.e)
             weights = np.exp(logits - largest)
+            if in_fp8:
+                weights = _to_e4m3(256 * weights) / 256
             total = weights.sum(axis=-1) + np.exp(sink - largest[:, 0])
             if dtype is np.float32:
                 unit = np.float32(2**-shift)
@@ -321,18 +361,19 @@ def assert_right(
     *,
     lse_factor: float = 1,
     max_factor: float = 1,
+    in_fp8: Callable[[int], bool] = lambda q_len: False,
 ) -> None:
     """Holds results against `expected`, each sequence by its own errors, and rows that see nothing exactly.
 
     Query and results are arrays of all sequences, or lists of one for each, which may have different numbers of rows.
     `lse_factor` is what rounding of the logits adds to their error, `max_factor` what rounding of partial results adds
-    to the largest one of results.
+    to the largest one of results. Of sequences whose number of rows is `in_fp8`, errors are those of `expected_in_fp8`.
     """
     for seq, length in enumerate(problem.case.seq_lens):
         q_len = len(out[seq])
         if not q_len:
             continue
-        want = expected(problem, seq)
+        want = expected_in_fp8(problem, seq) if in_fp8(q_len) else expected(problem, seq)
         nothing = np.arange(q_len) < q_len - length
         assert not out[seq][nothing].astype(np.float32).any(), f"sequence {seq} sees nothing, and is not 0"
         error = np.abs(out[seq].astype(np.float64) - want.out)

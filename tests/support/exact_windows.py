@@ -22,7 +22,7 @@ from support.helpers import FP8_NAMES
 NUM_SEQS = 3
 """The sequences that steps are padded to."""
 
-STATIC = ("logits_soft_cap", "max_q_len", "implementation")
+STATIC = ("logits_soft_cap", "max_q_len", "implementation", "query_quantization")
 _attend, _attend_within = (
     jax.jit(kvjax.attend, static_argnames=names, donate_argnames=("cache", "exact_window"))
     for names in (STATIC, (*STATIC, "sliding_window"))

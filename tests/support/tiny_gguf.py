@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
-LAYERS, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INNER = 2, 4, 2, 16, 32, 48
+LAYERS, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INNER = 2, 4, 2, 32, 32, 48
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 BYTES = sorted(ByteLevel.alphabet())
 MERGES = ["t h", "th e", "Ġ the"]

@@ -65,7 +65,7 @@ def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
     return run
 
 
-def schedule_model(plan: RaggedPlan, step: RaggedStep, kernel: Any, num_lots: int) -> Schedule:
+def schedule_model(plan: RaggedPlan, step: RaggedStep, kernel: Any, num_zeros: int) -> Schedule:
     """`ragged_step.schedule` on the host; what it leaves to others is NaN."""
     most, (num_rows, *row) = plan.attention.q_len, step.query.shape
     bounds = step.cu_q_lens.clamp(0, num_rows).tolist()

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_interface import (
 import kvjax
 import kvjax_torch
 import kvjax_vllm
+import kvjax_vllm.attention as attention_of_layers
 from kvjax import KVCacheValueError, UnsupportedError
 
 kvjax_vllm.register()
@@ -147,6 +148,7 @@ def run(
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
     model_dtype: torch.dtype = torch.bfloat16,
+    in_fp8: bool = False,
 ) -> Ran:
     """Writes and attends as vLLM's runner does, in the second of three layers, and checks results and bytes."""
     torch.manual_seed(0)
@@ -165,6 +167,8 @@ def run(
     shape = HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS
     impl = BACKEND.get_impl_cls()(*shape, None, window, dtype, cap, AttentionType.DECODER, None, **options)
     impl.process_weights_after_loading(model_dtype)
+    if in_fp8:
+        impl._vllm_config = quantizing_queries()
 
     num_seqs, order = len(step.seq_lens), iter(torch.randperm(BLOCKS).tolist())
     table = torch.full((num_seqs + step.padding, 8), -1, dtype=torch.int32)
@@ -223,7 +227,12 @@ def run(
         rows = slice(int(bounds[seq]), int(bounds[seq + 1]))
         own = (x[seq, :length] for x in gathered)
         expected = attention(query[rows], *own, window, cap, sinks)
-        torch.testing.assert_close(output[rows].double(), expected, rtol=0.01, atol=0.01)
+        is_rounded = in_fp8 and step.q_lens[seq] > 1 + step.drafts and dtype not in ("auto", "fp8_e5m2")
+        tolerance = 0.3 if is_rounded else 0.01
+        torch.testing.assert_close(output[rows].double(), expected, rtol=tolerance, atol=tolerance)
+        error = (output[rows].double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert (error > 0.01) == is_rounded
+        assert error < 0.1
         if get_kv_quant_mode(dtype) == 0:
             assert torch.equal(gathered[0][seq, :length], keys[seq].float())
     return Ran(metadata, spec, kv_cache, *gathered, table, step.seq_lens, scale)
@@ -240,6 +249,24 @@ def test_every_kind_of_step_attends_to_what_was_written(dtype: str, layout: KVCa
 @pytest.mark.parametrize("step", STEPS)
 def test_windows_soft_caps_and_sinks(dtype: str, step: str):
     run(dtype, LAYOUTS[0], STEPS[step], window=7, cap=20.0, sinks=torch.linspace(-1, 1, HEADS))
+
+
+def quantizing_queries() -> Any:
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(use_prefill_query_quantization=True),
+        additional_config={},
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "fp8", "fp8_k_nvfp4_v", "fp8_e5m2", "auto"])
+def test_prompts_are_attended_to_by_products_in_fp8_where_vllm_is_asked_to(dtype: str, monkeypatch: Any):
+    """Other layers attend in 16 bits, of which quantized ones warn."""
+    warned: list[Any] = []
+    monkeypatch.setattr(attention_of_layers.logger, "warning_once", lambda *args: warned.append(args))
+    for name in ("decodes and prompts", "drafts of different lengths"):
+        run(dtype, LAYOUTS[0], STEPS[name], in_fp8=True)
+    assert len(warned) == (dtype == "fp8_e5m2")
 
 
 def test_a_float16_model():

@@ -7,9 +7,10 @@ import torch
 import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError
 from kvjax.ops import options
+from kvjax.ops.route import Query, check_query_quantization
 from kvjax_torch.arguments.caches import share_memory
 from kvjax_torch.arguments.checks import check_addresses, check_devices, check_index, on_host
-from kvjax_torch.arguments.dtypes import INPUT_DTYPES
+from kvjax_torch.arguments.dtypes import INPUT_DTYPES, numpy_dtype
 from kvjax_torch.arguments.plan import (
     AttentionPlan,
     Encoding,
@@ -107,11 +108,13 @@ def ragged_plan(
     encoding: Encoding,
     softmax: SoftmaxOptions,
     limits: Limits,
+    query_quantization: object = False,
 ) -> RaggedPlan:
     """The plan of a `ragged_paged_attention` call.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
+      UnsupportedError: products in fp8 serve no such query or cache.
     """
     block_table = tensors.block_table
     check_devices(tensors.key_cache, query=query, cu_q_lens=cu_q_lens)
@@ -136,9 +139,10 @@ def ragged_plan(
         raise KVCacheValueError(
             f"query: got shape {tuple(query.shape)}, expected head_size={gathered.cache.spec.head_size}"
         )
-    return RaggedPlan(
-        _plan_of_query(gathered, query, served.decode_q_len, softmax), served.max_q_len, served.max_prompts
-    )
+    plan = _plan_of_query(gathered, query, served.decode_q_len, softmax)
+    asked = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0)
+    in_fp8 = check_query_quantization(query_quantization, plan.cache.spec, asked)
+    return RaggedPlan(plan, served.max_q_len, served.max_prompts, in_fp8)
 
 
 def check_out(out: torch.Tensor, query: torch.Tensor, plan: AttentionPlan, **inputs: torch.Tensor | None) -> None:

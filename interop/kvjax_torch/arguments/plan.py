@@ -252,8 +252,10 @@ class RaggedPlan:
       attention: the plan of sequences that decode; its `q_len` is the most query tokens of such a sequence.
       max_q_len: the most query tokens of a sequence.
       max_prompts: the most sequences with more than `attention.q_len` query tokens.
+      query_quantization: whether these are attended to by products in fp8.
     """
 
     attention: AttentionPlan
     max_q_len: int
     max_prompts: int
+    query_quantization: bool = False

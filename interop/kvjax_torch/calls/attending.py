@@ -40,9 +40,10 @@ class AttentionPart(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def route_of(plan: AttentionPlan, device: torch.device) -> Route:
+def route_of(plan: AttentionPlan, device: torch.device, query_quantization: bool = False) -> Route:
     """What serves a call on a device, without the limits of `has_attention`."""
-    query = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0, rows=plan.q_len * plan.num_heads)
+    rows = plan.q_len * plan.num_heads
+    query = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0, rows=rows, query_quantization=query_quantization)
     return route(plan.cache.spec, query, choosing.target_of(device))
 
 

@@ -1,7 +1,7 @@
 """Attention of prompts on Hopper: kvjax's own kernels, launched on torch's stream.
 
-Two kernels run for each lot of prompts: one makes their pages tiles in 16 bits, and one attends, as in JAX, and stores
-results in place.
+Two kernels run for each lot of prompts: one makes their pages tiles in 16 bits, or in fp8, and one attends, as in JAX,
+and stores results in place. For products in fp8 of NVFP4 a third one runs first, which finds what to divide by.
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ class Lots(NamedTuple):
       number: lots.
       num_tokens: tokens of a prompt's tiles.
       segments: parts that a row's tokens are divided into, so that few rows occupy the whole GPU.
+      num_units: numbers that products in fp8 of NVFP4 divide by, of all prompts.
     """
 
     at_once: int
     number: int
     num_tokens: int
     segments: int
+    num_units: int
+
+    @property
+    def num_zeros(self) -> int:
+        """Zeros that kernels begin with: claims of each lot, and units."""
+        return self.number + self.num_units
 
     @classmethod
     def of(cls, plan: RaggedPlan, step: RaggedStep) -> Lots:
@@ -48,9 +55,12 @@ class Lots(NamedTuple):
         window, size = plan.attention.window, spec.block_size
         reached = num_reached_blocks(window, plan.max_q_len, max_blocks, size) * size
         num_tokens = -(-reached // kernels.PROMPT_TOKENS) * kernels.PROMPT_TOKENS
-        each = prompt_bytes(num_tokens, spec.num_kv_heads, (spec.head_size, spec.head_size_v))
+        itemsize = 1 if plan.query_quantization else 2
+        each = prompt_bytes(num_tokens, spec.num_kv_heads, (spec.head_size, spec.head_size_v), itemsize)
         at_once = prompts_at_once(each, plan.max_prompts)
-        return cls(at_once, -(-plan.max_prompts // at_once), num_tokens, _segments(plan, step, at_once, reached))
+        number, segments = -(-plan.max_prompts // at_once), _segments(plan, step, at_once, reached)
+        num_units = 2 * spec.num_kv_heads * plan.max_prompts if plan.query_quantization else 0
+        return cls(at_once, number, num_tokens, segments, num_units)
 
 
 def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int], itemsize: int = 2) -> int:
@@ -59,11 +69,30 @@ def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int]
     return num_tokens * (num_kv_heads * sum(head_sizes) * itemsize + 4)
 
 
-def kernels_of(plan: RaggedPlan, step: RaggedStep) -> tuple[kernels.AnyCount, ...]:
-    """The gather, and the kernels that attend: to whole rows and, unless batch-invariant, to segments."""
+class PromptKernels(NamedTuple):
+    """The kernels that serve prompts.
+
+    Attributes:
+      units: finds what products in fp8 divide by; None where they divide by nothing.
+      gather: makes pages tiles.
+      attends: attend to whole rows and, unless batch-invariant, to segments.
+    """
+
+    units: kernels.AnyCount | None
+    gather: kernels.AnyCount
+    attends: tuple[kernels.AnyCount, ...]
+
+    @property
+    def every(self) -> tuple[kernels.AnyCount, ...]:
+        """All of them."""
+        return (*(() if self.units is None else (self.units,)), self.gather, *self.attends)
+
+
+def kernels_of(plan: RaggedPlan, step: RaggedStep) -> PromptKernels:
+    """The kernels of a step."""
     places = arrays.page_places(plan.attention.cache, step.tensors)
     with choosing.one_at_a_time:
-        return _kernels(plan.attention, places, step.rows.stride(0), step.query.device)
+        return _kernels(plan.attention, places, step.rows.stride(0), step.query.device, plan.query_quantization)
 
 
 def attend(
@@ -71,7 +100,7 @@ def attend(
     step: RaggedStep,
     schedule: Schedule,
     lots: Lots,
-    own: tuple[kernels.AnyCount, ...],
+    own: PromptKernels,
     dtype: torch.dtype,
 ) -> None:
     """Serves the prompts of a step, and stores their results in place.
@@ -88,7 +117,7 @@ def attend(
     """
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse
     spec, num_rows = attention.cache.spec, step.query.shape[0]
-    at_once, num_lots, num_tokens, segments = lots
+    at_once, num_lots, num_tokens, segments, num_units = lots
     is_aligned = out.data_ptr() % _ROW_ALIGNMENT == 0
     results = (out if is_aligned else torch.empty_like(out).copy_(out)), lse
     if segments > 1:
@@ -99,22 +128,24 @@ def attend(
 
     empty = step.query.new_empty
     tile_rows = at_once * num_tokens * spec.num_kv_heads
-    keys, values = (empty((tile_rows, size), dtype=dtype) for size in (spec.head_size, spec.head_size_v))
+    keys, values = (empty(tile_rows * size, dtype=dtype) for size in (spec.head_size, spec.head_size_v))
     tiles = keys, values, empty(at_once * num_tokens, dtype=torch.float32)
+    units = () if own.units is None else (schedule.header[-num_units:],)
     of_parts = list(zip(attention.cache.scale_tensors(tensors), spec.dtype.parts, strict=True))
     scales = [scale.contiguous() for scale, part in of_parts if part.takes_scale]
     row_scales = [scale for scale, part in of_parts if part.info.has_row_scales]
     sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
-    gather, *attends = own
-    kernel = attends[segments > 1]
+    kernel = own.attends[segments > 1]
     (table, table_stride), found = step.table(), (schedule.prompts, schedule.header)
     max_blocks = choosing.most_blocks(spec, tensors.block_table.shape[1])
     for lot in range(num_lots):
         first = lot * at_once
-        gather_counts = first, num_tokens, max_blocks, table_stride, step.num_blocks - 1
+        gather_counts, amount = (first, num_tokens, max_blocks, table_stride, step.num_blocks - 1), at_once * num_tokens
         pages = table, *found, tensors.key_cache, tensors.value_cache, *row_scales
-        running.run(running.Call(gather, gather_counts, (*pages, *tiles), at_once * num_tokens))
-        inputs = *found, step.rows, *tiles, *scales, *sinks, *results
+        if own.units is not None:
+            running.run(running.Call(own.units, gather_counts, (*pages, *units), amount))
+        running.run(running.Call(own.gather, gather_counts, (*pages, *units, *tiles), amount))
+        inputs = *found, step.rows, *tiles, *units, *scales, *sinks, *results
         running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), inputs, 1))
     if segments > 1:
         # What the rows hold is one more part, with the sinks.
@@ -145,8 +176,8 @@ def _segments(plan: RaggedPlan, step: RaggedStep, at_once: int, reached: int) ->
 
 @functools.lru_cache(maxsize=1024)
 def _kernels(
-    plan: AttentionPlan, places: arrays.PagePlaces, token_stride: int, device: torch.device
-) -> tuple[kernels.AnyCount, ...]:
+    plan: AttentionPlan, places: arrays.PagePlaces, token_stride: int, device: torch.device, query_quantization: bool
+) -> PromptKernels:
     spec, target = plan.cache.spec, choosing.target_of(device)
     kind = kernels.PromptKind(
         spec,
@@ -158,15 +189,15 @@ def _kernels(
         plan.logits_soft_cap,
         plan.has_sinks,
         is_divided=False,
+        query_quantization=query_quantization,
     )
+    pages = arrays.page_memory(plan.cache, places.alignments)
+    units = kernels.prompt_units_kernel(spec, pages) if any(kind.has_units) else None
+    if query_quantization:
+        gather = kernels.prompt_fp8_gather_kernel(spec, pages)
+    else:
+        scale_pages = arrays.scale_memory(plan.cache, places.scale_alignments)
+        gather = kernels.prompt_gather_kernel(spec, pages, kind.query.dtype, scale_pages)
     divided = dataclasses.replace(kind, has_sinks=False, is_divided=True)
-    return (
-        kernels.prompt_gather_kernel(
-            spec,
-            arrays.page_memory(plan.cache, places.alignments),
-            kind.query.dtype,
-            arrays.scale_memory(plan.cache, places.scale_alignments),
-        ),
-        kernels.prompt_kernel(kind, target),
-        *(() if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)),
-    )
+    segments = () if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)
+    return PromptKernels(units, gather, (kernels.prompt_kernel(kind, target), *segments))

@@ -32,16 +32,23 @@ def attend(
     """`ragged_paged_attention` of CUDA tensors that `plan` describes; stores results in `out` if it is given.
 
     Raises:
-      UnsupportedError: batch invariance is requested, and prompts may come that the prompt kernel does not serve.
+      UnsupportedError: batch invariance or products in fp8 are requested, and prompts may come that the prompt kernel
+        does not serve.
     """
     attention = plan.attention
-    served = attending.route_of(attention, query.device)
+    served = attending.route_of(attention, query.device, plan.query_quantization)
     by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
     if attention.batch_invariant and plan.max_prompts and not by_kernels:
         raise UnsupportedError(
             f"got batch_invariant=True and room for {plan.max_prompts} sequences of more than"
             f" decode_q_len={attention.q_len} query tokens, which no kernel serves; expected max_prompts=0, or CPU"
             " tensors"
+        )
+    if plan.query_quantization and plan.max_prompts and not by_kernels:
+        raise UnsupportedError(
+            f"query_quantization needs the prompt kernel: {served.why_no_prompt_kernel}; got room for"
+            f" {plan.max_prompts} sequences of more than decode_q_len={attention.q_len} query tokens, expected"
+            " max_prompts=0, or CPU tensors"
         )
     if attention.batch_invariant and attention.q_len:  # raises before anything is written
         reads.parts_of(attention, tensors.seq_lens.shape[0], tensors)
@@ -56,16 +63,16 @@ def attend(
     of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))
     step_kernels = ragged_step.kernels_of(attention, step, of_prompts.attention.window)
     lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
-    own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else ()
-    running.compile_once((*step_kernels, *own), query.device)
+    own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
+    running.compile_once((*step_kernels, *(() if own is None else own.every)), query.device)
     if lots is not None and lots.segments > 1:
         _see_nothing(out, lse, sinks)
-    schedule = ragged_step.schedule(plan, step, step_kernels.schedule, 0 if lots is None else lots.number)
+    schedule = ragged_step.schedule(plan, step, step_kernels.schedule, 0 if lots is None else lots.num_zeros)
     if schedule.packed is not None:
         decoded = _decode(attention, step, schedule.packed)
         ragged_step.place(step, step_kernels.place, schedule.packed.places, *decoded)
     dtype = torch_dtype(served.dense_dtype)
-    if lots is not None:
+    if lots is not None and own is not None:
         prompt_kernels.attend(of_prompts, step, schedule, lots, own, dtype)
     elif plan.max_prompts:
         prompts.attend(of_prompts, step, step_kernels.place, dtype)

@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       prompts: int32, `kernels.PROMPT_FIELDS` of each prompt.
-      header: int32, the number of prompts, and zeros that the prompt kernel counts with.
+      header: int32, the number of prompts, and zeros for the prompt kernels.
       packed: the rows that decode; None if none do.
     """
 
@@ -142,7 +142,7 @@ def kernels_of(plan: AttentionPlan, step: RaggedStep, window: int | None) -> Ste
         return StepKernels(kernels.step_schedule_kernel(kind), kernels.placement_kernel(results, plan.num_heads))
 
 
-def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_lots: int) -> Schedule:
+def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_zeros: int) -> Schedule:
     """Divides a step, and stores the results of rows that see nothing: of no sequence, or of one that is not served.
 
     Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` of at most
@@ -152,7 +152,7 @@ def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_l
       plan: of the call.
       step: the call.
       kernel: that of `kernels_of`.
-      num_lots: zeros of the header.
+      num_zeros: zeros of the header.
     """
     attention, query, most = plan.attention, step.query, plan.attention.q_len
     num_rows, num_heads, head_size = query.shape
@@ -163,7 +163,7 @@ def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_l
     def empty(*shape: int) -> torch.Tensor:
         return query.new_empty(shape, dtype=torch.int32)
 
-    prompts, header = empty(max(plan.max_prompts, 1) * len(kernels.PROMPT_FIELDS)), empty(1 + num_lots)
+    prompts, header = empty(max(plan.max_prompts, 1) * len(kernels.PROMPT_FIELDS)), empty(1 + num_zeros)
     packed: PackedRows | None = None
     rows: tuple[torch.Tensor, ...] = ()
     stride = 0
@@ -175,7 +175,7 @@ def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_l
         packed = PackedRows(packed_rows, empty(num_seqs * most), empty(num_lens))
     sinks = () if step.sinks is None else (step.sinks.contiguous(),)
     max_blocks = choosing.most_blocks(attention.cache.spec, width)
-    limits = plan.max_q_len, plan.max_prompts, num_lots
+    limits = plan.max_q_len, plan.max_prompts, num_zeros
     counts = num_seqs, num_rows, max_blocks, table_stride, step.num_blocks, *limits, stride
     arrays = table, lens, bounds, *rows, *sinks, prompts, header, step.out, step.lse, *(packed or ())
     running.run(running.Call(kernel, counts, arrays, kernels.step_schedule_programs(num_seqs, num_rows)))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan
+from kvjax_torch.eager import fp8
 
 MARGIN = 2.0**-28
 """Factor of weights in products of float32 and bfloat16, as in the decode kernel: a sum of up to 2**28 values does not
@@ -50,6 +51,7 @@ def attend(
     sinks: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    in_fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of a `paged_attention` call that `plan` describes, from gathered keys and values.
 
@@ -63,6 +65,7 @@ def attend(
       sinks: as in `paged_attention`.
       weight: float32 `[num_heads]` or `[1]`, a factor of the results.
       out: memory for the first result; by default it is allocated.
+      in_fp8: whether query and weights are rounded as for products in fp8, like keys and values.
 
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
@@ -81,6 +84,8 @@ def attend(
     is_seen = seen.any(dim=1)
     if values.is_cuda or not is_seen.all():
         values = values.masked_fill(~is_seen[:, None, :, None], 0.0)
+    if in_fp8:
+        query = fp8.rounded_rows(query)
     # Rows of a KV head: by query token, then by query head.
     grouped = query.unflatten(2, (num_kv_heads, group)).transpose(1, 2).to(keys.dtype)
     cap, factor = plan.logits_soft_cap, plan.sm_scale
@@ -96,7 +101,11 @@ def attend(
     logits.masked_fill_(~seen[:, None, :, None], -torch.inf)
     shift = logits.amax(-1, keepdim=True) if max_len else logits.new_zeros((*logits.shape[:-1], 1))
     shift = torch.where(shift == -torch.inf, 0.0, shift)
+    if in_fp8:
+        shift = fp8.power_above(shift)
     weights = logits.sub_(shift).exp_()
+    if in_fp8:
+        weights = fp8.rounded_weights(weights)
     total = weights.sum(-1, keepdim=True)
     margin = 1.0 if values.dtype is torch.float16 else MARGIN
     attended = product(weights.mul_(margin).to(values.dtype).flatten(2, 3).flatten(0, 1), values.flatten(0, 1))

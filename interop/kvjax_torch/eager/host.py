@@ -33,7 +33,7 @@ from kvjax_torch.arguments.plan import (
     WritePlan,
     WriteTensors,
 )
-from kvjax_torch.eager import dense
+from kvjax_torch.eager import dense, fp8
 from kvjax_torch.eager.rotation import rotate, with_canonical_nan
 from kvjax_torch.memory.borrow import to_jax, to_torch
 
@@ -134,6 +134,33 @@ def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, tor
     return keys, values
 
 
+def _dense_in_fp8(plan: AttentionPlan, tensors: ReadTensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_dense` of one sequence, rounded as for products in fp8; its rows see tokens from `first` on."""
+    one = torch.ones(1, device="cpu")
+    stored = _dense(plan, tensors._replace(k_scale=one, v_scale=one))
+    keys, values = (
+        fp8.rounded(x, _unit(plan, tensors, part, first)) * scale.reshape(-1, 1, 1)
+        for part, (x, scale) in enumerate(zip(stored, (tensors.k_scale, tensors.v_scale), strict=True))
+    )
+    return keys, values
+
+
+def _unit(plan: AttentionPlan, tensors: ReadTensors, part: int, first: int) -> torch.Tensor:
+    """What keys (part 0) or values of a sequence are divided by: `[num_kv_heads, 1, 1]`, or 1 for all."""
+    spec = plan.cache.spec
+    if spec.dtype.parts[part].info.elements_per_scale is None:
+        return torch.ones(1, device="cpu")
+    end = min(int(tensors.seq_lens), tensors.block_table.shape[1] * spec.block_size)
+    position = torch.arange(first, max(end, first), device="cpu")
+    block = tensors.block_table[0, position // spec.block_size].to(torch.int64)
+    is_there = dense.is_block(block, tensors.num_blocks)
+    slot = (block * spec.block_size + position % spec.block_size)[is_there]
+    view, index = _locate(tensors[part], (plan.cache.keys, plan.cache.values)[part].regions[1], spec, slot)
+    bits = (view[index] & 0x7F).clamp(max=0x7E)  # NaN is 0x7F
+    largest = bits.amax((0, 2)) if len(slot) else bits.new_zeros(spec.num_kv_heads)
+    return fp8.unit_above(largest)[:, None, None]
+
+
 def _blocks(cache: torch.Tensor, tensors: ReadTensors) -> torch.Tensor:
     """The blocks of a table `[num_seqs, max_blocks, block_size, num_kv_heads, row]`; any block for other entries."""
     table = tensors.block_table.to(torch.int64).clamp(0, tensors.num_blocks - 1)
@@ -168,7 +195,8 @@ def attend_ragged(
 
     The host can read lengths here, so every row is served, whatever the call's limits.
     """
-    return _attend_rows(plan.attention, query, tensors, cu_q_lens.clamp(0, query.shape[0]).tolist(), sinks, out)
+    bounds = cu_q_lens.clamp(0, query.shape[0]).tolist()
+    return _attend_rows(plan.attention, query, tensors, bounds, sinks, out, plan.query_quantization)
 
 
 def _attend_rows(
@@ -178,10 +206,12 @@ def _attend_rows(
     bounds: Sequence[int],
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
+    query_quantization: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows `query[bounds[i]:bounds[i + 1]]`, one sequence after the other.
 
-    So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums.
+    So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums. With
+    `query_quantization`, sequences of more rows than `plan.q_len` have the errors of products in fp8.
     """
     spec, (num_tokens, num_heads, _) = plan.cache.spec, query.shape
     out = query.new_zeros((num_tokens, num_heads, spec.head_size_v)) if out is None else out.zero_()
@@ -193,14 +223,20 @@ def _attend_rows(
         own = _within(int(own.seq_lens), spec, own)
         if first >= end or not own.block_table.numel():
             continue
-        keys, values = _dense(plan, own)
+        in_fp8 = query_quantization and end - first > plan.q_len
+        if in_fp8:
+            first_seen = 0 if plan.window is None else int(own.seq_lens) - (end - first) - (plan.window - 1)
+            keys, values = _dense_in_fp8(plan, own, max(first_seen, 0))
+        else:
+            keys, values = _dense(plan, own)
         for start in range(first, end, TILE_ROWS):
             rows = slice(start, min(start + TILE_ROWS, end))
             ends = own.seq_lens - (end - rows.stop)
             table = _within(int(ends), spec, own).block_table
             seen = slice(0, table.shape[1] * spec.block_size)
             tokens = dense.DenseTokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks)
-            for whole, part in zip((out, lse), dense.attend(plan, query[None, rows], tokens, sinks), strict=True):
+            found = dense.attend(plan, query[None, rows], tokens, sinks, in_fp8=in_fp8)
+            for whole, part in zip((out, lse), found, strict=True):
                 whole[rows] = part[0]
     return out, lse
 

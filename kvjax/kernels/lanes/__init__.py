@@ -13,6 +13,7 @@ from __future__ import annotations
 from kvjax.kernels.lanes.access import load_global as load_global
 from kvjax.kernels.lanes.access import load_shared as load_shared
 from kvjax.kernels.lanes.access import load_transposed as load_transposed
+from kvjax.kernels.lanes.access import max_global as max_global
 from kvjax.kernels.lanes.access import prefetch_global as prefetch_global
 from kvjax.kernels.lanes.access import store_global as store_global
 from kvjax.kernels.lanes.access import store_global_words as store_global_words

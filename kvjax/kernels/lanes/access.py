@@ -224,6 +224,25 @@ def store_global_words(ref: Ref, index: jax.Array, words: Sequence[jax.Array], c
     plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32), *words)
 
 
+def max_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
+    """Raises element `index` of a one-dimensional reference to int32 in global memory to `value`, atomically.
+
+    Only where `condition` holds; `value` is int32, not negative.
+    """
+    if compat.interpreting():  # programs of a grid run one after another
+        data = ref[...]
+        ref[...] = data.at[jnp.where(condition, index, data.shape[0])].max(value, mode="drop")
+        return
+
+    def run(_: Context, ref: Lowered, index: Lowered, value: Lowered, condition: Lowered) -> None:
+        address = global_address(ref, to_word(index), 4)
+        code = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.relaxed.gpu.global.max.u32 [$0], $1; }"
+        ptx.inline(code, [address, to_word(value), to_word(condition)], [], side_effects=True)
+
+    types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
+
+
 def global_address(ref: Lowered, index: Value, itemsize: int) -> Value:
     """The address of an element of a reference in global memory, as i64."""
     i64 = ir.IntegerType.get_signless(64)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.kernels import compat, lanes, tiles
+from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig
@@ -39,15 +39,14 @@ from kvjax.kernels.memory import (
     scale_argument,
     with_origin,
 )
-from kvjax.kernels.page_tokens import GatherOperand, PageTokens, decode_tokens
-from kvjax.kernels.prompts import kernel_of
-from kvjax.kernels.prompts.memory import FIELDS, CallerMemory
+from kvjax.kernels.page_tokens import GatherOperand, decode_tokens
+from kvjax.kernels.prompts import fp8, kernel_of
+from kvjax.kernels.prompts.lot import COUNTS, FOUND, NUMBERS, LotTokens, tile_arguments
+from kvjax.kernels.prompts.memory import CallerMemory
 from kvjax.kernels.prompts.problem import TOKENS, PromptProblem, choose
 from kvjax.kernels.prompts.rows import Scratch, run
 from kvjax.kernels.target import Target, tracing_for
 from kvjax.spec import AttentionSpec
-
-_NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
 
 def dense_dtype(spec: AttentionSpec, query_dtype: DType) -> DType:
@@ -77,34 +76,25 @@ def any_gather(
     codecs_of(spec)
     dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
-    results = "keys", "values", "bias"
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
-        _gather(spec, pages, scale_pages, tokens, dtype, counts, arrays)
+        own = LotTokens.of_program(spec, counts, arrays, tokens)
+        gather = functools.partial(_gather, spec, pages, scale_pages, dtype, own)
+        pl.when(own.is_prompt)(lambda: pl.when(own.is_stored)(gather))
 
-    arguments = (
-        Argument("block_table", _NUMBERS),
-        Argument("prompts", _NUMBERS),
-        Argument("header", _NUMBERS),
-        *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
-        *row_scale_arguments(spec, scale_pages),
-        *_tile_arguments(spec, dtype),
-    )
+    tiles = tile_arguments(spec, dtype)
     return AnyCount(
         body,
         functools.partial(compat.program_kernel, "gather_prompts", grid=ANY_LENGTH),
-        ("first_prompt", "num_tokens", "max_blocks", "table_stride", "last_block"),
-        arguments,
-        writes=results,
+        COUNTS,
+        (
+            *FOUND,
+            *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+            *row_scale_arguments(spec, scale_pages),
+            *tiles,
+        ),
+        writes=tuple(argument.name for argument in tiles),
         num_programs=lambda num_tokens: num_tokens // tokens,
-    )
-
-
-def _tile_arguments(spec: AttentionSpec, dtype: DType) -> tuple[Argument, ...]:
-    return (
-        Argument("keys", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size), dtype)),
-        Argument("values", jax.ShapeDtypeStruct((ANY_LENGTH, spec.head_size_v), dtype)),
-        Argument("bias", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32)),
     )
 
 
@@ -112,64 +102,32 @@ def _gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
     scale_pages: RowScaleMemory,
-    tokens: int,
     dtype: DType,
-    counts: Mapping[str, Number],
-    arrays: Mapping[str, Ref],
+    own: LotTokens,
 ) -> None:
-    num_tokens = jnp.int32(counts["num_tokens"])
-    size = jnp.int32(spec.block_size)
-    chunks = lax.div(num_tokens, jnp.int32(tokens))
-    program = lax.axis_index("program")
-    prompt = lax.div(program, chunks)
-    position = lax.rem(program, chunks) * tokens
-    number = counts["first_prompt"] + prompt
-
-    def field(name: str) -> jax.Array:
-        value: jax.Array = arrays["prompts"][number * len(FIELDS) + FIELDS.index(name)]
-        return value
-
-    @pl.when(number < arrays["header"][0])
-    def store() -> None:
-        end = field("end")
-        stored = jnp.maximum(lax.div(end + (TOKENS - 1), jnp.int32(TOKENS)), 1) * TOKENS
-
-        @pl.when(position < stored)
-        def store_tokens() -> None:
-            column = field("first_block") + lax.div(position, size)
-            is_entry = column < counts["max_blocks"]
-            column = jnp.minimum(column, counts["max_blocks"] - 1)
-            entry = arrays["block_table"][field("seq") * counts["table_stride"] + column]
-            is_page = is_entry & (entry >= 0) & (entry <= counts["last_block"])
-            num_valid = jnp.where(is_page, end - position, 0)
-            thread = lanes.thread_index()
-            bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
-            lanes.store_global(arrays["bias"], prompt * num_tokens + position + thread, bias, thread < tokens)
-            operands = [
-                GatherOperand(
-                    codec,
-                    memory.pages(arrays[name]),
-                    jnp.float32(1.0),
-                    _places(spec, codec.dtype, arrays[dense], tokens, prompt, position, num_tokens),
-                    scales,
-                )
-                for codec, memory, name, dense, scales in zip(
-                    codecs_of(spec), pages, PAGES, ("keys", "values"), row_scales_of(arrays, scale_pages), strict=True
-                )
-            ]
-            # Values before the first that a row sees may be NaN, which a weight of 0 does not remove.
-            first = None, field("first_seen") - position
-            of_page = PageTokens(entry, lax.rem(position, size), tokens, num_valid, first)
-            decode_tokens(operands, of_page, spec, dtype)
+    of_page, arrays = own.in_page(), own.arrays
+    own.store_bias(of_page.num_valid)
+    num_tokens = jnp.int32(own.counts["num_tokens"])
+    operands = [
+        GatherOperand(
+            codec,
+            memory.pages(arrays[name]),
+            jnp.float32(1.0),
+            _places(spec, codec.dtype, arrays[dense], own, num_tokens),
+            scales,
+        )
+        for codec, memory, name, dense, scales in zip(
+            codecs_of(spec), pages, PAGES, ("keys", "values"), row_scales_of(arrays, scale_pages), strict=True
+        )
+    ]
+    decode_tokens(operands, of_page, spec, dtype)
 
 
-def _places(
-    spec: AttentionSpec, part: KVCacheDType, ref: Ref, tokens: int, prompt: Scalar, position: Scalar, num_tokens: Scalar
-) -> tiles.Places:
+def _places(spec: AttentionSpec, part: KVCacheDType, ref: Ref, own: LotTokens, num_tokens: Scalar) -> tiles.Places:
     """Where tokens of all heads belong; of blocks of elements in words, as their bytes are decoded."""
     columns, block = ref.shape[1], part.info.elements_per_scale
-    row = prompt * spec.num_kv_heads * num_tokens + position
-    axes = tiles.Axis(tokens, 1, 0), tiles.Axis(spec.num_kv_heads, num_tokens, 0)
+    row = own.prompt * spec.num_kv_heads * num_tokens + own.position
+    axes = tiles.Axis(own.tokens, 1, 0), tiles.Axis(spec.num_kv_heads, num_tokens, 0)
     if block is None:
         return tiles.Places(ref, (*axes, tiles.Axis(columns, 0, 1)), row)
     blocks = tiles.Axis(columns // block, 0, block), tiles.Axis(block // 2, 0, 2)
@@ -190,6 +148,7 @@ class PromptKind:
       logits_soft_cap: or None.
       has_sinks: whether heads have sinks.
       is_divided: whether there are several segments, without sinks.
+      query_quantization: whether products are in fp8, of the tiles of `any_fp8`.
     """
 
     spec: AttentionSpec
@@ -201,6 +160,18 @@ class PromptKind:
     logits_soft_cap: float | None
     has_sinks: bool
     is_divided: bool
+    query_quantization: bool = False
+
+    @property
+    def dtype(self) -> DType:
+        """That of tiles."""
+        return fp8.DTYPE if self.query_quantization else dense_dtype(self.spec, self.query.dtype)
+
+    @property
+    def has_units(self) -> tuple[bool, bool]:
+        """Whether tiles of keys and of values are in a unit of the prompt and head."""
+        keys, values = (self.query_quantization and fp8.takes_unit(part) for part in self.spec.dtype.parts)
+        return keys, values
 
 
 def segments(
@@ -223,11 +194,12 @@ def segments(
 def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     """The prompt kernel.
 
-    The arguments are the schedule's results, the query, tiles and bias, k_scale and v_scale (each where its part of
-    the dtype takes one), the sinks, if there are any, and the results out and lse. `num_rows` are those of the query,
+    The arguments are the schedule's results, the query, tiles and bias, for NVFP4 in products in fp8 the units of
+    `any_fp8.any_units`, k_scale and v_scale (each where its part of the dtype takes one), the sinks, if there are any,
+    and the results out and lse. `num_rows` are those of the query,
     at least `ROWS`; `prompts_at_once` are those of a lot.
     """
-    spec, dtype = kind.spec, dense_dtype(kind.spec, kind.query.dtype)
+    spec, dtype = kind.spec, kind.dtype
     with tracing_for(target):
         config = choose(spec, 1, 1, kind.num_heads, 0, 1)
     scales = {
@@ -254,6 +226,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             k_scale=k_scale,
             v_scale=v_scale,
             sinks=arrays["sinks"] if kind.has_sinks else None,
+            units=[arrays["units"] if has_units else None for has_units in kind.has_units],
             out_ref=arrays["out"],
             lse_ref=arrays["lse"],
             **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
@@ -273,10 +246,10 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         "lse": jax.ShapeDtypeStruct(heads, jnp.float32),
     }
     arguments = (
-        Argument("prompts", _NUMBERS),
-        Argument("header", _NUMBERS),
+        *FOUND[1:],
         kind.query.argument("query", lambda rows: rows),
-        *_tile_arguments(spec, dtype),
+        *tile_arguments(spec, dtype),
+        *([Argument("units", NUMBERS)] if any(kind.has_units) else []),
         *scales.values(),
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
         *(Argument(name, array) for name, array in results.items()),

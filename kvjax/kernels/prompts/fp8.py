@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from kvjax import quant
+from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, ptx, tiles, warpgroups
 from kvjax.kernels.aliases import DType, DTypeLike, Ref, Scalar
 
@@ -55,6 +56,11 @@ def why_not(head_sizes: tuple[int, int], block_size: int) -> str | None:
     if odd := [size for size in head_sizes if size % ALIGNMENT or size > MAX_HEAD_SIZE]:
         return f"got head size {odd[0]}, expected a multiple of {ALIGNMENT} up to {MAX_HEAD_SIZE}"
     return None
+
+
+def takes_unit(dtype: KVCacheDType) -> bool:
+    """Whether keys or values are divided by `unit_above` before they are rounded; others are e4m3."""
+    return dtype.info.elements_per_scale is not None
 
 
 def unit_above(scales: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Pages as operands of products in fp8: dense e4m3 keys by rows, and values transposed, as `fp8` describes them.
+"""Pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
 
 A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
 neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.
@@ -9,6 +9,7 @@ head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,16 +40,14 @@ class Part(NamedTuple):
       pages: their regions.
       head_size: elements of a row.
       num_heads: rows of a token.
-      units: reference to int32 `[2 * num_seqs * num_heads]`, the inverse of each unit as two float16.
-      first_unit: that of head 0.
+      inverse: returns the inverse of heads' units, each as two float16 in a word; called for NVFP4 only.
     """
 
     dtype: KVCacheDType
     pages: Pages
     head_size: int
     num_heads: int
-    units: Ref
-    first_unit: Scalar
+    inverse: Callable[[jax.Array], jax.Array]
 
     @property
     def dims(self) -> int:
@@ -89,8 +88,8 @@ def store_chunk(part: Part, chunk: Neighbours, transposed: bool, store: Store) -
         head, word = lax.div(unit, jnp.int32(part.words)), lax.rem(unit, jnp.int32(part.words))
         loaded = [_load(part, chunk, token, head, word) for token in range(TOKENS)]
         if part.pages.regions[1:]:
-            unit = lanes.load_global(part.units, compat.layout_cast(head + part.first_unit, lanes.LAYOUT))
-            loaded = [(*words, unit) for words in loaded]
+            inverse = part.inverse(head)
+            loaded = [(*words, inverse) for words in loaded]
         decoded = [_decoded(part, chunk, token, *words) for token, words in enumerate(loaded)]
         dim = word * part.dims
         if not transposed:
@@ -113,23 +112,22 @@ def _load(part: Part, chunk: Neighbours, token: int, head: jax.Array, word: jax.
     """A word of a row and, if a block has a scale, the scale's byte."""
     data, *scales = part.pages.regions
     at = data.base + (chunk.token + token) * data.token_stride + head * data.head_stride + word * 4
-    loaded = _load_word(part.pages, chunk.page, at)
+    alignment = math.gcd(4, part.pages.alignment, data.base, data.token_stride, data.head_stride)
+    loaded = _load_word(part.pages, chunk.page, at, alignment)
     if not scales:
         return (loaded,)
-    at = _scale_byte(scales[0], chunk.token + token, head, _block_of(part, word), part.head_size)
-    shift = (at & 3) << 3
-    return loaded, lanes.bits(_load_word(part.pages, chunk.page, at - (at & 3)), jnp.uint32) >> lanes.bits(
-        shift, jnp.uint32
-    ) & jnp.uint32(0xFF)
-
-
-def _block_of(part: Part, word: jax.Array) -> jax.Array:
-    """The block that a word is in."""
     per_block = (part.dtype.info.elements_per_scale or part.dims) // part.dims
-    return lax.div(word, jnp.int32(per_block))
+    return loaded, load_scale(part.pages, chunk.page, chunk.token + token, head, lax.div(word, jnp.int32(per_block)))
 
 
-def _scale_byte(region: PageRegion, token: Scalar, head: jax.Array, block: jax.Array, head_size: int) -> jax.Array:
+def load_scale(pages: Pages, page: Scalar, token: Scalar, head: jax.Array, block: jax.Array) -> jax.Array:
+    """The scale of a block of a token and head, a byte in a uint32."""
+    at = _scale_byte(pages.regions[1], token, head, block)
+    word = _load_word(pages, page, at - (at & 3), math.gcd(4, pages.alignment))
+    return word >> lanes.bits((at & 3) << 3, jnp.uint32) & jnp.uint32(0xFF)
+
+
+def _scale_byte(region: PageRegion, token: Scalar, head: jax.Array, block: jax.Array) -> jax.Array:
     """The byte of a block's scale in its page."""
     if region.swizzled:
         row, block = swizzled_position(lanes.splat(token, jnp.int32), block, region.row_bytes)
@@ -137,10 +135,10 @@ def _scale_byte(region: PageRegion, token: Scalar, head: jax.Array, block: jax.A
     return region.base + token * region.token_stride + head * region.head_stride + block
 
 
-def _load_word(pages: Pages, page: Scalar, offset: jax.Array) -> jax.Array:
+def _load_word(pages: Pages, page: Scalar, offset: jax.Array, alignment: int) -> jax.Array:
     """The word at a byte of a page."""
     offset = compat.layout_cast(offset, lanes.LAYOUT)
-    return lanes.bits(warpgroups.load_words(pages.ref, page, offset, 4, lanes.LAYOUT), jnp.uint32)
+    return lanes.bits(warpgroups.load_words(pages.ref, page, offset, alignment, lanes.LAYOUT), jnp.uint32)
 
 
 def _decoded(part: Part, chunk: Neighbours, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
@@ -245,8 +243,8 @@ def gather(pages: jax.Array, sequences: Gathered, spec: AttentionSpec) -> tuple[
         for i, (dtype, regions, size, ref) in enumerate(
             zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, strict=True)
         ):
-            first_unit = (i * num_seqs + seq) * heads
-            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, units, first_unit)
+            inverse = functools.partial(_load_inverse, units, (i * num_seqs + seq) * heads)
+            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, inverse)
             first_valid = firsts[seq] - position if i else jnp.int32(0)
             chunk = Neighbours(page, part_of_block * TOKENS, first_valid, num_valid)
             place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
@@ -261,6 +259,10 @@ def gather(pages: jax.Array, sequences: Gathered, spec: AttentionSpec) -> tuple[
     size, size_v = spec.head_sizes
     keys, values = (lax.bitcast_convert_type(x, fp8.DTYPE) for x in (keys, values))
     return keys.reshape(num_seqs, num_tokens, heads, size), values.reshape(num_seqs, heads, size_v, num_tokens)
+
+
+def _load_inverse(units: Ref, first: Scalar, head: jax.Array) -> jax.Array:
+    return lanes.load_global(units, compat.layout_cast(head + first, lanes.LAYOUT))
 
 
 def _store_dense(

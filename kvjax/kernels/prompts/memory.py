@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,7 +17,7 @@ from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.memory import Number
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.problem import ROWS
+from kvjax.kernels.prompts.problem import ROWS, TOKENS
 
 
 class Operands(NamedTuple):
@@ -253,11 +253,14 @@ class CallerMemory:
       header: reference to int32, the number of prompts, and the claims of each lot.
       query: `[num_rows, stride]`.
       keys: `[num_prompts * num_kv_heads * num_tokens, head_size]`.
-      values: `[num_prompts * num_kv_heads * num_tokens, head_size_v]`.
+      values: `[num_prompts * num_kv_heads * num_tokens, head_size_v]`; for products in fp8 transposed, each tile apart,
+        `[num_prompts * num_kv_heads * num_tokens // TOKENS * head_size_v, TOKENS]`.
       bias: float32 `[num_prompts * num_tokens]`.
       k_scale: float32 `[1]` or `[num_kv_heads]`; None for 1.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, or None.
+      units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
+        `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
       out_ref: `[num_segments * num_rows, num_heads, head_size_v]`.
       lse_ref: `[num_segments * num_rows, num_heads]`.
     """
@@ -281,6 +284,7 @@ class CallerMemory:
     k_scale: Ref
     v_scale: Ref
     sinks: Ref
+    units: Sequence[Ref]
     out_ref: Ref
     lse_ref: Ref
 
@@ -307,10 +311,17 @@ class CallerMemory:
         return self._field(prompt, "end")
 
     def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale)
+        return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale) * self._unit(False, prompt, kv_head)
 
     def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return _scale(self.v_scale, kv_head)
+        return _scale(self.v_scale, kv_head) * self._unit(True, prompt, kv_head)
+
+    def _unit(self, values: bool, prompt: Scalar, kv_head: Scalar) -> Scalar:
+        units = self.units[values]
+        if units is None:
+            return np.float32(1.0)
+        index = ((self.first_prompt + prompt) * 2 + int(values)) * self.num_kv_heads + kv_head
+        return fp8.unit_above(units[index])
 
     def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
         return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
@@ -332,7 +343,11 @@ class CallerMemory:
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
-        tiles.copy(self.values if values else self.keys, row, *stage)
+        if values and fp8.is_fp8(self.values.dtype):
+            row = lax.div(row, jnp.int32(TOKENS)) * self.head_size_v
+            tiles.copy(self.values, row, *stage, num_rows=self.head_size_v)
+        else:
+            tiles.copy(self.values if values else self.keys, row, *stage)
 
     def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
         tiles.wait(ready, slot, times())

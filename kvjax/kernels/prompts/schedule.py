@@ -27,7 +27,7 @@ from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 COUNTS = (
-    "num_seqs", "num_rows", "max_blocks", "table_stride", "num_blocks", "max_q_len", "max_prompts", "num_lots",
+    "num_seqs", "num_rows", "max_blocks", "table_stride", "num_blocks", "max_q_len", "max_prompts", "num_zeros",
     "query_stride",
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ def any_schedule(kind: StepKind) -> AnyCount:
     if there are any, and the results:
 
     - `prompts`: `FIELDS` of each prompt.
-    - `header`: the number of prompts followed by a 0 for each of `num_lots`.
+    - `header`: the number of prompts followed by a 0 for each of `num_zeros`.
     - `out` and `lse` of rows that neither decode nor are a prompt's: 0, and their sink or -inf.
     - Where rows decode, `packed` `[num_seqs, decode_q_len]` rows of the query, the last ones of each sequence, zeros
       for those that it does not have; `places`, int32, of each the row that it is, or -1; and `lens`, the tokens of
@@ -193,14 +193,14 @@ class _Schedule:
 
     def begin(self, total: jax.Array) -> None:
         """Stores the header."""
-        num_lots = jnp.int32(self.counts["num_lots"])
+        num_zeros = jnp.int32(self.counts["num_zeros"])
 
         def clear(i: jax.Array, _: None) -> None:
             index = self.thread + i * THREADS
             value = jnp.where(index == 0, lanes.splat(total, jnp.int32), 0)
-            lanes.store_global(self.arrays["header"], index, value, index < 1 + num_lots)
+            lanes.store_global(self.arrays["header"], index, value, index < 1 + num_zeros)
 
-        lax.fori_loop(0, _divided_up(1 + num_lots, THREADS), clear, None)
+        lax.fori_loop(0, _divided_up(1 + num_zeros, THREADS), clear, None)
 
     def pack(self, own: jax.Array, q_start: jax.Array, q_end: jax.Array, length: jax.Array) -> None:
         """Packs the rows of a sequence that decodes."""
