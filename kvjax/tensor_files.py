@@ -140,7 +140,7 @@ def _open_index(index: Path) -> Tensors:
     def read(name: str, file: str) -> np.ndarray:
         if name not in opened().get(file, ()):
             expected = "a file that holds it" if file in opened() else "a file that exists"
-            raise KVCacheValueError(f"{_quoted(index)}: got {file!r} for {shown(name)}, expected {expected}")
+            raise KVCacheValueError(f"{_quoted(index)}: got {shown(file)} for {shown(name)}, expected {expected}")
         return _read_from_all(index.parent, opened(), name)
 
     return {name: functools.partial(read, name, file) for name, file in files.items()}

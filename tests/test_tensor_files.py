@@ -148,6 +148,14 @@ def test_a_path_that_no_file_has_is_refused(path: str):
     assert refusal(Path(path)).startswith(f"{path!r}: got characters that no file name has")
 
 
+def test_a_long_file_name_of_an_index_is_shortened(tmp_path: Path):
+    index = {"weight_map": {K: "x" * 10**5}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(tmp_path)
+    assert "expected a file that exists" in message
+    assert len(message) < 1000
+
+
 def test_a_files_own_divisor_holds_unless_another_is_given(tmp_path: Path):
     path = tmp_path / "scales.safetensors"
     scales = {K: np.float32([0.25]), V: np.float32([0.5])}
