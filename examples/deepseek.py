@@ -4,8 +4,8 @@
 
 makes tiny models of random weights with transformers, generates tokens, and prints how far the logits are from those of
 transformers. Sequences that decode attend over latents: `W_UK` is absorbed into the query, `W_UV` follows attention.
-Prompts come in chunks: attention within the chunk over keys and values of each head, attention over the context, whose
-latents are gathered in rounds and expanded, and `merge_attention_states`.
+Prompts come in chunks: `ragged_attention` within the chunk over keys and values of each head, and over the context,
+whose latents are gathered in rounds and expanded; `merge_attention_states`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,6 @@ WORKSPACE = 32
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)).astype(x.dtype) * weight
-
-
-def dense_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, sm_scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of `[rows, heads, size]` to `[tokens, heads, size]` where `seen [rows, tokens]`; also log-sum-exps."""
-    logits = jnp.einsum("nhd,mhd->nhm", query, key, preferred_element_type=jnp.float32) * sm_scale
-    logits = jnp.where(seen[:, None], logits, -jnp.inf)
-    lse = jax.nn.logsumexp(logits, axis=-1)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-    out = jnp.einsum("nhm,mhd->nhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
-    return out.astype(query.dtype), lse
 
 
 def mlp(params: Params, prefix: str, x: jax.Array) -> jax.Array:
@@ -107,7 +95,7 @@ class Model:
         self, params: Params, x: jax.Array, cache: kvjax.KVCache, step: kvjax.StepMetadata, context: int | None
     ) -> tuple[jax.Array, kvjax.KVCache]:
         """Writes the latents of a step and attends; `context` is that of `forward`."""
-        config, (row, position) = self.config, step.token_rows()
+        config, position = self.config, step.token_rows()[1]
         weights = {name.removeprefix("self_attn."): weight for name, weight in params.items()}
         low, up = x, "q_proj.weight"
         if config.q_lora_rank is not None:
@@ -126,8 +114,8 @@ class Model:
             attended = jnp.einsum("nhr,hvr->nhv", latents, w_uv)
         else:
             query = jnp.concatenate([q_nope, q_pe], axis=2)
-            own = (row[:, None] == row[None, :]) & (position[:, None] >= position[None, :]) & (position[None, :] >= 0)
-            parts = [dense_attention(query, *self.expanded(params, kv_c, k_pe), own, self.sm_scale)]
+            chunk, bounds = self.expanded(params, kv_c, k_pe), (step.cu_q_lens, step.cu_q_lens)
+            parts = [kvjax.ragged_attention(query, *chunk, *bounds, sm_scale=self.sm_scale, return_lse=True)]
             rounds = range(0, context, WORKSPACE)
             parts += [self.attention_to_context(params, query, cache, step, first) for first in rounds]
             attended, _ = kvjax.merge_attention_states(*map(list, zip(*parts, strict=True)))
@@ -137,16 +125,16 @@ class Model:
         self, params: Params, query: jax.Array, cache: kvjax.KVCache, step: kvjax.StepMetadata, first: int
     ) -> tuple[jax.Array, jax.Array]:
         """Attends to the tokens `first` to `first + WORKSPACE` of each sequence that are before its chunk."""
-        bounds, row = jnp.asarray(step.cu_q_lens), step.token_rows()[0]
+        bounds = jnp.asarray(step.cu_q_lens)
         lens = jnp.clip(jnp.asarray(step.seq_lens) - (bounds[1:] - bounds[:-1]) - first, 0, WORKSPACE)
         cu_seq_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
         num_tokens, starts = WORKSPACE * len(lens), jnp.full(len(lens), first, jnp.int32)
         options: dict[str, Any] = {"num_tokens": num_tokens, "seq_starts": starts, "dtype": query.dtype}
         kv_c, k_pe = kvjax.gather_mla(cache, step.block_table, cu_seq_lens, **options)
-        token = jnp.arange(num_tokens)
-        owner = jnp.searchsorted(cu_seq_lens[1:], token, side="right")
-        seen = (row[:, None] == owner[None, :]) & (token < cu_seq_lens[-1])[None, :]
-        return dense_attention(query, *self.expanded(params, kv_c, k_pe), seen, self.sm_scale)
+        tokens = self.expanded(params, kv_c, k_pe)
+        return kvjax.ragged_attention(
+            query, *tokens, bounds, cu_seq_lens, causal=False, sm_scale=self.sm_scale, return_lse=True
+        )
 
     def experts(self, params: Params, x: jax.Array) -> jax.Array:
         """All experts of every token, weighted; a real model computes only those that are chosen."""

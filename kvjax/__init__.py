@@ -54,6 +54,7 @@ from kvjax.ops.mla_attention import mla_ragged_paged_attention as mla_ragged_pag
 from kvjax.ops.mla_gather import gather_mla as gather_mla
 from kvjax.ops.mla_write import concat_and_cache_mla as concat_and_cache_mla
 from kvjax.ops.ragged import ragged_paged_attention as ragged_paged_attention
+from kvjax.ops.ragged_attention import ragged_attention as ragged_attention
 from kvjax.ops.rope import rope_and_cache as rope_and_cache
 from kvjax.ops.values import check_positions as check_positions
 from kvjax.ops.values import check_query_lens as check_query_lens

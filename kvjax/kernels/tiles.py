@@ -73,6 +73,32 @@ def word_of(row: Scalar, column: Scalar, columns: int, itemsize: int) -> Scalar:
     return group * (GROUP * columns * itemsize // 4) + (offset(in_group, column, columns, itemsize) >> 2)
 
 
+def clear_rows(buffer: Ref, slot: Scalar, start: Scalar, stop: Scalar) -> None:
+    """Stores zeros to a tile's rows before `start` and from `stop` on; a warpgroup calls it.
+
+    The rows are visible to tensor cores after `plgpu.commit_smem`.
+    """
+    _, rows, columns = buffer.shape
+    if compat.interpreting():
+        row = jnp.arange(rows)[:, None]
+        tile = buffer[slot]
+        buffer[slot] = jnp.where((row >= start) & (row < stop), tile, jnp.zeros_like(tile))
+        return
+    # Wherever a row's chunks lie in its run of bytes, all of them are cleared.
+    swizzle, in_group, size = swizzle_of(columns), GROUP * columns * ITEMSIZE, rows * columns * ITEMSIZE
+
+    def clear(i: jax.Array, _: None) -> None:
+        place = lanes.thread_index() * CHUNK + i * (CHUNK * THREADS)
+        row = lax.div(place, jnp.int32(in_group)) * GROUP
+        row += lax.div(lax.rem(place, jnp.int32(GROUP * swizzle)), jnp.int32(swizzle))
+        is_cleared = ((row < start) | (row >= stop)) & (row < rows)
+        zeros = [lanes.splat(0, jnp.int32)] * (CHUNK // 4)
+        lanes.store_shared(buffer, place + slot * size, zeros, CHUNK, is_cleared, transforms_of(columns))
+
+    # Not unrolled: registers hold results meanwhile.
+    lax.fori_loop(0, -(-size // (CHUNK * THREADS)), clear, None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """An axis of elements in tiles: its length, and how far apart neighbours are."""

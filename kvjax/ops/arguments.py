@@ -71,8 +71,11 @@ def check_latents(operation: str, spec: AttentionSpec) -> None:
         )
 
 
-def check_devices(cache: KVCache, **arrays: Any) -> None:
-    """Raises if an array is committed to other devices than the cache's; XLA checks traced ones when it compiles."""
+def check_devices(cache: Any, **arrays: Any) -> None:
+    """Raises if an array is committed to other devices than the cache's; XLA checks traced ones when it compiles.
+
+    `cache` is a `KVCache`, or the keys that an operation takes instead.
+    """
     if isinstance(cache.kv, jax.core.Tracer):
         return
     devices = cache.kv.devices()
@@ -81,7 +84,8 @@ def check_devices(cache: KVCache, **arrays: Any) -> None:
             continue
         if (got := array.devices()) != devices:
             raise KVCacheValueError(
-                f"{what}: got an array on {_names(got)}, expected {_names(devices)}, where the cache is;"
+                f"{what}: got an array on {_names(got)}, expected {_names(devices)}, where the"
+                f" {'cache is' if isinstance(cache, KVCache) else 'keys are'};"
                 f" move it there with jax.device_put"
             )
 

@@ -81,33 +81,48 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     prompts, options, config, at_once = launch
     num_tokens = prompts.query.shape[0]
     problem = kernel.PromptProblem(prompts.max_q_len, options.window, options.logits_soft_cap)
-    padding = max(kernel.ROWS - num_tokens, 0)
-    rows = jnp.pad(prompts.query, ((0, padding), (0, 0), (0, 0)))
-    out, lse = results
-    results = jnp.pad(out, ((0, padding), (0, 0), (0, 0)))[None], jnp.pad(lse, ((0, padding), (0, 0)))[None]
+    rows, results = padded(prompts.query, results)
     is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
     alignment = kernel.TOKENS if options.batch_invariant or is_fp8 else kernel.ALIGNMENT
 
     def attend_lot(
         results: tuple[jax.Array, jax.Array], lot: LayerSequences
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        dense = Dense.of(prompts, lot)
-        if config.segments == 1:
-            operands = _operands(dense, rows, prompts.sinks, problem, options.sm_scale, alignment)
-            return _in_place(operands, results, problem, config), None
-        # Rows that attend to nothing are one more part, with the sinks.
-        operands = _operands(dense, rows, None, problem, options.sm_scale, alignment)
-        out, lse = results
-        parts = (
-            lax.empty((config.segments, *out.shape[1:]), out.dtype),
-            jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
-        )
-        outs, lses = _in_place(operands, parts, problem, config)
-        merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
-        return (merged.astype(out.dtype)[None], lse[None]), None
+        sinks = prompts.sinks if config.segments == 1 else None  # with the rows that attend to nothing
+        operands = _operands(Dense.of(prompts, lot), rows, sinks, problem, options.sm_scale, alignment)
+        return attend_dense(operands, results, problem, config), None
 
     (out, lse), _ = by_lots(attend_lot, results, prompts.sequences, at_once)
     return out[0, :num_tokens], lse[0, :num_tokens]
+
+
+def padded(query: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns a query of at least `ROWS` rows, and results for it, of one segment."""
+    padding = max(kernel.ROWS - len(query), 0)
+    rows, out, lse = (jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))) for x in (query, *results))
+    return rows, (out[None], lse[None])
+
+
+def attend_dense(
+    operands: kernel.Operands | kernel.RaggedOperands,
+    results: tuple[jax.Array, jax.Array],
+    problem: kernel.PromptProblem,
+    config: kernel.PromptConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores results of prompts among `results`, of one segment, and returns these.
+
+    With several segments, what is there is one more part.
+    """
+    if config.segments == 1:
+        return _in_place(operands, results, problem, config)
+    out, lse = results
+    parts = (
+        lax.empty((config.segments, *out.shape[1:]), out.dtype),
+        jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
+    )
+    outs, lses = _in_place(operands, parts, problem, config)
+    merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
+    return merged.astype(out.dtype)[None], lse[None]
 
 
 def _operands(
@@ -179,7 +194,7 @@ def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax
 
 
 def _in_place(
-    operands: kernel.Operands,
+    operands: kernel.Operands | kernel.RaggedOperands,
     results: tuple[jax.Array, jax.Array],
     problem: kernel.PromptProblem,
     config: kernel.PromptConfig,

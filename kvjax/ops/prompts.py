@@ -27,6 +27,10 @@ LOGITS_BYTES = 256 << 20
 """Limit on the logits of a chunk; fewer tokens would mean rescaling results more often."""
 
 
+TILE_ROWS = 64
+"""Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
+
+
 class RowSequences(NamedTuple):
     """For each row of a query, `[num_tokens]`: its sequence, and whether it has one."""
 
@@ -40,6 +44,68 @@ class RowSequences(NamedTuple):
         seq = jnp.sum(token[:, None] >= q_ends[None, :], axis=1, dtype=jnp.int32)
         seq = jnp.minimum(seq, q_ends.shape[0] - 1)
         return cls(seq, (token >= q_starts[seq]) & (token < q_ends[seq]))
+
+
+class RowTile(NamedTuple):
+    """A tile of rows of each of several sequences.
+
+    Attributes:
+      seq: int32 `[num_tiles]`, the sequence of each.
+      query: `[num_tiles, num_rows, num_heads, head_size]`, zeros where there is no row.
+      from_end: int32 `[num_tiles, num_rows]`, 1 for the last row of a sequence, 2 for the one before.
+      is_row: bool `[num_tiles, num_rows]`, whether there is such a row.
+    """
+
+    seq: jax.Array
+    query: jax.Array
+    from_end: jax.Array
+    is_row: jax.Array
+
+
+def by_tiles(
+    attend: Callable[[RowTile], tuple[jax.Array, jax.Array]],
+    query: jax.Array,
+    bounds: tuple[jax.Array, jax.Array],
+    nothing: tuple[jax.Array, jax.Array],
+    max_q_len: int,
+    *,
+    batch_invariant: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends with the rows of sequences, up to `TILE_ROWS` at a time.
+
+    Args:
+      attend: returns the results of a tile, `[num_tiles, num_rows, num_heads, head_size_v]`, and the log-sum-exp.
+      query: `[num_tokens, num_heads, head_size]`.
+      bounds: int32 `[num_seqs]`, the first row of each sequence, in order, and the row after its last.
+      nothing: results of rows of no sequence, `[num_tokens, ..]`.
+      max_q_len: an estimate of the longest sequence's rows, which no result depends on.
+      batch_invariant: whether to attend with one tile at a time.
+    """
+    q_starts, q_ends = bounds
+    num_tokens, num_seqs = query.shape[0], len(q_starts)
+    size = min(1 << (max_q_len - 1).bit_length(), TILE_ROWS)
+    at_once = 1 if batch_invariant else TILE_ROWS // size
+    num_tiles = (jnp.maximum(q_ends - q_starts, 0) + size - 1) // size
+    last_tile = jnp.cumsum(num_tiles)
+    first_tile = last_tile - num_tiles
+
+    def attend_tiles(first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile = first + jnp.arange(at_once)
+        seq = jnp.sum(tile[:, None] >= last_tile[None, :], axis=1, dtype=jnp.int32)
+        seq = jnp.minimum(seq, num_seqs - 1)
+        row = (q_starts[seq] + (tile - first_tile[seq]) * size)[:, None] + jnp.arange(size)[None, :]
+        is_row = (row >= 0) & (row < jnp.minimum(q_ends[seq], num_tokens)[:, None])
+        # Other rows may be NaN, and so would be gradients of keys.
+        rows = jnp.where(is_row[:, :, None, None], query[jnp.clip(row, 0, num_tokens - 1)], jnp.zeros((), query.dtype))
+        out, lse = attend(RowTile(seq, rows, q_ends[seq][:, None] - row, is_row))
+        return out.astype(query.dtype), lse
+
+    # The last tile of a sequence may hold a single row.
+    most_tiles = (num_tokens + num_seqs * (size - 1)) // size
+    out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
+    rows = RowSequences.of(num_tokens, q_starts, q_ends)
+    index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
+    return where_rows(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
 
 
 def of_no_tokens(query: jax.Array, sinks: jax.Array | None, head_size_v: int) -> tuple[jax.Array, jax.Array]:

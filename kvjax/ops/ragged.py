@@ -47,9 +47,6 @@ from kvjax.ops.softmax import InFp8, attend_pages
 from kvjax.ops.values import check_query_lens, is_checked
 from kvjax.partition import Signature
 
-TILE_ROWS = 64
-"""Rows of a sequence that XLA processes at once: larger tiles decode pages less often but pad short sequences more."""
-
 
 class RaggedOptions(AttentionOptions, total=False):
     """Keyword arguments of `ragged_paged_attention` that do not change the type of its result."""
@@ -292,41 +289,24 @@ def _ragged_xla(
       dimension is that of the shares of the cache's blocks.
     """
     read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
-    num_tokens, num_seqs = query.shape[0], read.block_table.shape[0]
     nothing = prompts.of_no_tokens(query, read.sinks, cache.spec.head_size_v)
-    if not query.size or not num_seqs:
+    if not query.size or not len(read.block_table):
         return nothing[0][None], nothing[1][None]
     cache, block_table = in_one_layer(cache, read.layer, read.block_table)
-    size = min(1 << (options.limits.max_q_len - 1).bit_length(), TILE_ROWS)
-    at_once = 1 if softmax.batch_invariant else TILE_ROWS // size
-    num_tiles = (jnp.maximum(q_ends - q_starts, 0) + size - 1) // size
-    last_tile = jnp.cumsum(num_tiles)
-    first_tile = last_tile - num_tiles
 
-    def attend_tiles(first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tile = first + jnp.arange(at_once)
-        seq = jnp.sum(tile[:, None] >= last_tile[None, :], axis=1, dtype=jnp.int32)
-        seq = jnp.minimum(seq, num_seqs - 1)
-        row = (q_starts[seq] + (tile - first_tile[seq]) * size)[:, None] + jnp.arange(size)[None, :]
-        is_row = (row >= 0) & (row < jnp.minimum(q_ends[seq], num_tokens)[:, None])
-        lens = read.seq_lens[seq]
-        position = jnp.where(is_row, jnp.maximum(lens, 0)[:, None] - (q_ends[seq][:, None] - row), -1)
-        rows = query[jnp.clip(row, 0, num_tokens - 1)]
-        own = read._replace(block_table=block_table[seq], seq_lens=lens)
+    def attend_tile(tile: prompts.RowTile) -> tuple[jax.Array, jax.Array]:
+        lens = read.seq_lens[tile.seq]
+        position = jnp.where(tile.is_row, jnp.maximum(lens, 0)[:, None] - tile.from_end, -1)
+        own = read._replace(block_table=block_table[tile.seq], seq_lens=lens)
         in_fp8 = None
         if softmax.query_quantization:
-            q_lens = (q_ends - q_starts)[seq]
+            q_lens = (q_ends - q_starts)[tile.seq]
             first = jnp.zeros_like(lens) if softmax.window is None else lens - q_lens - (softmax.window - 1)
             in_fp8 = InFp8(q_lens > options.limits.decode_q_len, jnp.maximum(first, 0))
-        out, lse = attend_pages(cache, rows, position, own, softmax, in_fp8)
-        return out.astype(query.dtype), lse
+        return attend_pages(cache, tile.query, position, own, softmax, in_fp8)
 
-    # The last tile of a sequence may hold a single row.
-    most_tiles = (num_tokens + num_seqs * (size - 1)) // size
-    out, lse = lax.map(attend_tiles, jnp.arange(0, most_tiles, at_once))
-    rows = prompts.RowSequences.of(num_tokens, q_starts, q_ends)
-    index = first_tile[rows.seq] * size + jnp.arange(num_tokens) - q_starts[rows.seq]
-    out, lse = prompts.where_rows(rows.is_any, (lax.collapse(out, 0, 3), lax.collapse(lse, 0, 3)), index, nothing)
+    bounds, longest = (q_starts, q_ends), options.limits.max_q_len
+    out, lse = prompts.by_tiles(attend_tile, query, bounds, nothing, longest, batch_invariant=softmax.batch_invariant)
     return out[None], lse[None]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +53,29 @@ class Candidates:
     differentiable: frozenset[str] = frozenset()
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kv"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True)
+class DenseKeys:
+    """Keys in an array, in place of the cache of an operation that takes none.
+
+    Attributes:
+      kv: the keys.
+      spec: of the cache that would hold them and the values.
+    """
+
+    kv: jax.Array
+    spec: AttentionSpec
+    sharding: ClassVar[None] = None
+    num_layers: ClassVar[None] = None
+
+
 type _Kernel = tuple[Callable[..., Any], Callable[..., Any]]
 """`Candidates.mosaic` and `Candidates.results`."""
 
 
-def choose(operation: str, requested: str | None, candidates: Candidates, cache: KVCache) -> Callable[..., Any]:
+def choose(
+    operation: str, requested: str | None, candidates: Candidates, cache: KVCache | DenseKeys
+) -> Callable[..., Any]:
     """Returns the requested implementation; for `None` the kernel if it can serve the call, else XLA.
 
     The device of a concrete cache is known here, that of a traced cache only at lowering: a requested implementation
@@ -91,7 +109,7 @@ def _parse(requested: str | None) -> Implementation | None:
 
 
 def _serving_kernel(
-    candidates: Candidates, cache: KVCache, divided: Partition | None
+    candidates: Candidates, cache: KVCache | DenseKeys, divided: Partition | None
 ) -> tuple[_Kernel | None, str | None]:
     """Returns the kernel if it can serve the cache, or None and the reason."""
     if candidates.mosaic is None or candidates.results is None:
@@ -110,12 +128,12 @@ def _call(
     kernel: _Kernel | None,
     required: bool,
     divided: Partition | None,
-    cache: KVCache,
+    cache: KVCache | DenseKeys,
     *args: Any,
     **static: Any,
 ) -> Any:
     names = [None if name in candidates.differentiable else name for name in candidates.parameters]
-    cache = without_scales(cache)
+    cache = without_scales(cache) if isinstance(cache, KVCache) else cache
     kv, *arrays = without_gradient(operation, names, (cache.kv, *args))
     cache = cache if kv is cache.kv else dataclasses.replace(cache, kv=kv)
     is_traced = isinstance(kv, jax.core.Tracer)
@@ -131,10 +149,12 @@ def _call(
         return run_on_shares(operation, on_share, candidates.signature, divided, cache.spec, kv, *arrays, **static)
     for array in jax.tree.leaves(arrays):
         if isinstance(array, jax.Array) and any(entry is not None for entry in jax.typeof(array).sharding.spec):
+            instead = "a divided cache, KVCache.allocate(..., sharding=...): see docs/scaling.md, Explicit axes"
+            if isinstance(cache, DenseKeys):
+                instead = "a call inside jax.shard_map, for each device's heads"
             raise KVCacheValueError(
                 f"{operation}: got {jax.typeof(array)}, divided over explicit axes, for a cache that is not divided;"
-                " expected a whole array, as jax.reshard(array, PartitionSpec()) returns, or a divided cache,"
-                " KVCache.allocate(..., sharding=...): see docs/scaling.md, Explicit axes"
+                f" expected a whole array, as jax.reshard(array, PartitionSpec()) returns, or {instead}"
             )
     return run(tuple(static.items()), cache, *arrays)
 

@@ -51,11 +51,14 @@ class TokenChunks(NamedTuple):
       read: returns a chunk by number: keys `[num_seqs, size, num_kv_heads, head_size]`, values and the mask of existing
         tokens, bool `[num_seqs, size]`; the chunk's tokens are at positions from `number * size` on.
       tree: what rows see of the query tokens; None if they see all that are not later.
+      is_seen: whether a row sees a token of a chunk, by number; a chunk of which no row does is skipped. None if each
+        is read.
     """
 
     number: int
     read: Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
     tree: Tree | None = None
+    is_seen: Callable[[jax.Array], jax.Array] | None = None
 
 
 class InFp8(NamedTuple):
@@ -179,10 +182,18 @@ def attend(
     # The first chunk is outside the loop: its result has the type that the loop carries, under shard_map too.
     state = step(nothing, 0, first)
     if chunks.number > 1:
-        numbers = jnp.arange(1, chunks.number)
-        state, _ = lax.scan(lambda state, number: (step(state, number, chunks.read(number)), None), state, numbers)
-    out = state.weighted / jnp.where(state.total == 0.0, 1.0, state.total)[..., None]
-    lse = jnp.where(state.largest == -jnp.inf, 0.0, state.largest) + jnp.log(state.total / unit)
+
+        def next_step(state: PartialSoftmax, number: jax.Array) -> tuple[PartialSoftmax, None]:
+            if chunks.is_seen is None:
+                return step(state, number, chunks.read(number)), None
+            is_seen = chunks.is_seen(number)
+            return lax.cond(is_seen, lambda: step(state, number, chunks.read(number)), lambda: state), None
+
+        state, _ = lax.scan(next_step, state, jnp.arange(1, chunks.number))
+    is_none = state.total == 0.0
+    total = jnp.where(is_none, 1.0, state.total)  # the gradient of log(0) would be NaN
+    out = state.weighted / total[..., None]
+    lse = jnp.where(is_none, -jnp.inf, state.largest + jnp.log(total / unit))
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
     return out.reshape(num_seqs, num_rows, num_heads, head_size_v), lse.reshape(num_seqs, num_rows, num_heads)
 

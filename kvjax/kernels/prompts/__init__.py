@@ -27,8 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.prompts import fp8 as fp8
-from kvjax.kernels.prompts.memory import ArrayMemory
+from kvjax.kernels.prompts.memory import ArrayMemory, RaggedMemory
 from kvjax.kernels.prompts.memory import Operands as Operands
+from kvjax.kernels.prompts.memory import RaggedOperands as RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
 from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from kvjax.kernels.prompts.problem import ROWS as ROWS
@@ -47,7 +48,9 @@ from kvjax.kernels.target import current
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: PromptProblem, config: PromptConfig) -> None:
+def attend(
+    operands: Operands | RaggedOperands, out: Ref, lse: Ref, claims: Ref, problem: PromptProblem, config: PromptConfig
+) -> None:
     """Attends and stores results in place.
 
     Args:
@@ -59,17 +62,22 @@ def attend(operands: Operands, out: Ref, lse: Ref, claims: Ref, problem: PromptP
       config: how to launch it.
     """
     query, keys, values = operands[:3]
-    if query.shape[0] < ROWS or keys.shape[1] < config.tokens or keys.shape[1] % ALIGNMENT:
-        raise ValueError(f"got {query.shape[0]} rows and {keys.shape[1]} tokens, expected what Operands describes")
-    heads, rows = block_shape(query.shape[1], keys.shape[2])
-    most_items = keys.shape[0] * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.segments
+    num_tokens, num_kv_heads, size = keys.shape[-3:]
+    if query.shape[0] < ROWS or num_tokens < config.tokens or num_tokens % ALIGNMENT:
+        raise ValueError(f"got {query.shape[0]} rows and {num_tokens} tokens, expected what Operands describes")
+    heads, rows = block_shape(query.shape[1], num_kv_heads)
+    num_prompts = operands.q_lens.shape[0]
+    most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.segments
+    is_ragged = isinstance(operands, RaggedOperands)
+    kinds: Any = (RaggedOperands, RaggedMemory) if is_ragged else (Operands, ArrayMemory)
 
     def body(*refs: Ref) -> None:
-        count = len(Operands._fields)
-        memory = ArrayMemory(Operands(*refs[:count]), *refs[count : count + 3])
-        run(problem, config, memory, Scratch(*refs[count + 3 :]))
+        names, memory = kinds
+        count = len(names._fields)
+        arrays = memory(names(*refs[:count]), *refs[count : count + 3])
+        run(problem, config, arrays, Scratch(*refs[count + 3 :]))
 
-    sizes = keys.shape[3], values.shape[2 if fp8.is_fp8(keys.dtype) else 3], keys.dtype
+    sizes = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)
     kernel = kernel_of(body, config, sizes, ready, max(1, min(most_items, current().multiprocessors)))
     kernel(*operands, out, lse, claims)

@@ -51,6 +51,35 @@ class Operands(NamedTuple):
     heads: Any
 
 
+class RaggedOperands(NamedTuple):
+    """Keys and values of sequences one after the other, as a model computes them; as in `Operands` where not said.
+
+    Attributes:
+      query: likewise.
+      keys: float16 or bfloat16 `[num_tokens, num_kv_heads, head_size]`; the number of tokens is a multiple of
+        `ALIGNMENT`, at least a tile.
+      values: of their dtype, `[num_tokens, num_kv_heads, head_size_v]`. Tokens of no sequence may be NaN.
+      q_starts: int32 `[num_prompts]`, likewise.
+      q_lens: likewise.
+      positions: likewise.
+      kv_starts: int32 `[num_prompts]`, the token that the others are counted from, a multiple of `ALIGNMENT`.
+      first_present: int32 `[num_prompts]`, the sequence's first token, less than `ALIGNMENT`.
+      ends: int32 `[num_prompts]`, the token after its last.
+      heads: float32 `[3, num_heads]`, likewise.
+    """
+
+    query: Ref
+    keys: Ref
+    values: Ref
+    q_starts: Any
+    q_lens: Any
+    positions: Any
+    kv_starts: Any
+    first_present: Any
+    ends: Any
+    heads: Any
+
+
 class Stage(NamedTuple):
     """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `ready` says when."""
 
@@ -83,6 +112,10 @@ class Memory(Protocol):
         """Rows of the query, at least `ROWS`."""
 
     @property
+    def is_aligned(self) -> bool:
+        """Whether token 0 of each prompt is present, if any is, and what is absent has values of zeros."""
+
+    @property
     def claims(self) -> Any:
         """Reference to an int32 scalar."""
 
@@ -92,6 +125,9 @@ class Memory(Protocol):
     def q_len(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
     def position(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
+
+    def first_present(self, prompt: Scalar) -> Scalar:
+        """The first token that is present, unless `is_aligned`."""
 
     def first_absent(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
@@ -108,8 +144,8 @@ class Memory(Protocol):
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         """`ROWS` rows of a head."""
 
-    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:
-        """0, or -inf for absent tokens, for `count` tokens: the columns of `plgpu.Layout.WGMMA`."""
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
+        """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
 
     def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
@@ -124,11 +160,17 @@ class Memory(Protocol):
         """Waits for the copy to a slot, which was filled `times()` times before."""
 
 
+def _by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
+    """Whether tokens have a bias of 0, the first of which is that of `bias[start]`."""
+    of_tile = compat.load(bias.at[pl.ds(start, token.shape[1])], plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(of_tile, token.shape, [1]) == 0
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayMemory:
     """JAX's arrays: shapes are known, and copies have descriptors."""
 
-    operands: Operands
+    operands: Any
     out_ref: Ref
     lse_ref: Ref
     claims_ref: Any
@@ -140,13 +182,12 @@ class ArrayMemory:
 
     @property
     def num_kv_heads(self) -> int:  # noqa: D102
-        size: int = self.operands.keys.shape[2]
+        size: int = self.operands.keys.shape[-2]
         return size
 
     @property
     def head_size_v(self) -> int:  # noqa: D102
-        shape = self.operands.values.shape
-        size: int = shape[2 if self._is_fp8 else 3]
+        size: int = self.operands.values.shape[-2 if self._is_fp8 else -1]
         return size
 
     @property
@@ -155,7 +196,7 @@ class ArrayMemory:
 
     @property
     def num_prompts(self) -> int:  # noqa: D102
-        size: int = self.operands.keys.shape[0]
+        size: int = self.operands.q_lens.shape[0]
         return size
 
     @property
@@ -167,6 +208,10 @@ class ArrayMemory:
     def claims(self) -> Any:  # noqa: D102
         return self.claims_ref.at[0]
 
+    @property
+    def is_aligned(self) -> bool:  # noqa: D102
+        return True
+
     def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.q_starts[prompt]
 
@@ -175,6 +220,9 @@ class ArrayMemory:
 
     def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.positions[prompt]
+
+    def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
+        return 0
 
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.first_absent[prompt]
@@ -198,8 +246,8 @@ class ArrayMemory:
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
         return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
 
-    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:  # noqa: D102
-        return compat.load(self.operands.bias.at[prompt, pl.ds(first, count)], plgpu.Layout.WGMMA.reduce(0))
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
+        return _by_bias(self.operands.bias.at[prompt], first, token)
 
     def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
@@ -224,6 +272,33 @@ class ArrayMemory:
 
     def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
         plgpu.barrier_wait(ready.at[slot])
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedMemory(ArrayMemory):
+    """JAX's arrays of `RaggedOperands`."""
+
+    @property
+    def is_aligned(self) -> bool:  # noqa: D102
+        return False
+
+    def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
+        return self.operands.first_present[prompt]
+
+    def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
+        return self.end(prompt)
+
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
+        return (token >= self.first_present(prompt)) & (token < self.end(prompt))
+
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
+        """As for other arrays; counted from the prompt's first one, it may be negative."""
+        return jnp.minimum(tile * size, self.operands.keys.shape[0] - size - self.operands.kv_starts[prompt])
+
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
+        source = self.operands.values if values else self.operands.keys
+        tokens = pl.ds(self.operands.kv_starts[prompt] + first, stage.buffer.shape[1])
+        plgpu.copy_gmem_to_smem(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.ready.at[stage.slot])
 
 
 FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
@@ -292,6 +367,10 @@ class CallerMemory:
     def claims(self) -> Any:  # noqa: D102
         return self.header.at[1 + self.lot]
 
+    @property
+    def is_aligned(self) -> bool:  # noqa: D102
+        return True
+
     def _field(self, prompt: Scalar, name: str) -> jax.Array:
         return self.prompts[(self.first_prompt + prompt) * len(FIELDS) + FIELDS.index(name)]
 
@@ -303,6 +382,9 @@ class CallerMemory:
 
     def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "position")
+
+    def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
+        return 0
 
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "first_absent")
@@ -330,8 +412,8 @@ class CallerMemory:
         columns = pl.ds(head * self.head_size, self.head_size)
         return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
 
-    def load_bias(self, prompt: Scalar, first: Scalar, count: int) -> jax.Array:  # noqa: D102
-        return compat.load(self.bias.at[pl.ds(prompt * self.num_tokens + first, count)], plgpu.Layout.WGMMA.reduce(0))
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
+        return _by_bias(self.bias, prompt * self.num_tokens + first, token)
 
     def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
         return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows

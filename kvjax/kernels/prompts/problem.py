@@ -26,6 +26,11 @@ ALIGNMENT = 8
 
 WARPGROUPS = 2
 
+_STAGES = 2
+
+_OTHER_BYTES = 1024
+"""More than barriers and the claimed item take of shared memory."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptConfig:
@@ -84,8 +89,10 @@ def choose(
     `num_tokens` are the most tokens of a sequence.
     """
     heads, rows = block_shape(num_heads, spec.num_kv_heads)
+    size, size_v = spec.head_sizes
     blocks = num_prompts * -(-max_q_len // rows) * (num_heads // heads)
     segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT, max_segments))
-    # Registers hold the results and the logits of 64 rows.
-    tokens = TOKENS if max(spec.head_size, spec.head_size_v) <= 128 else TOKENS // 2
-    return PromptConfig(tokens, 2, segments)
+    # Registers hold the results and the logits of 64 rows, shared memory the queries and two stages.
+    elements = WARPGROUPS * ROWS * size + _STAGES * TOKENS * (size + size_v)
+    is_large = size_v > 128 or elements * 2 + _OTHER_BYTES > current().shared_bytes
+    return PromptConfig(TOKENS // 2 if is_large else TOKENS, _STAGES, segments)

@@ -60,23 +60,24 @@ def _span(
     config: PromptConfig,
     segment: Scalar,
     rows: tuple[Scalar, Scalar],
-    present: tuple[Scalar, Scalar],
+    present: tuple[Scalar, Scalar, Scalar],
 ) -> TileSpan:
     """The tiles for rows at positions `rows`, the first and the last.
 
-    `present` are the first token that is absent and the end of those present. Where no row sees a token it is one tile,
-    which is masked.
+    `present` are the first token that is present, from there the first that is absent, and the end of those present.
+    Where no row sees a token it is one tile, which is masked.
     """
-    (first, last), (first_absent, end) = rows, present
+    (first, last), (first_present, first_absent, end) = rows, present
     size = config.tokens
     ends = jnp.clip(last + 1, 0, end)
     begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
     start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
     stop = jnp.maximum(start, stop)
     plain_stop = lax.div(jnp.clip(first + 1, 0, first_absent), jnp.int32(size))
-    plain_start = jnp.int32(0)
+    plain_start = jnp.int32(first_present)
     if problem.window is not None:
-        plain_start = lax.div(jnp.maximum(last - (problem.window - 1), 0) + (size - 1), jnp.int32(size))
+        plain_start = jnp.maximum(last - (problem.window - 1), plain_start)
+    plain_start = lax.div(plain_start + (size - 1), jnp.int32(size))
     if not (isinstance(config.segments, int) and config.segments == 1):
         per = lax.div(stop - start + (config.segments - 1), jnp.int32(config.segments))
         start = jnp.minimum(start + segment * per, stop)
@@ -189,7 +190,7 @@ class Queue:
         base = q_start + tile * rows
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
-        present = memory.first_absent(prompt), memory.end(prompt)
+        present = memory.first_present(prompt), memory.first_absent(prompt), memory.end(prompt)
         span = _span(self.problem, self.config, segment, (first, last), present)
         own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         kv_head = lax.div(head, jnp.int32(self._group))

@@ -145,7 +145,7 @@ class RowWarpgroup:
         plain = functools.partial(self._tile, own_query, factor, False)
         # In fp8 products sum weights too.
         state = (acc, largest) if self.is_fp8 else (acc, largest, total, largest)
-        if self.problem.window is not None:
+        if self.problem.window is not None or not memory.is_aligned:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
         acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
@@ -323,6 +323,9 @@ class RowWarpgroup:
         if not self.is_fp8:
             self._arrive()
         self._wait(values_full, tile)
+        if is_masked and not self.memory.is_aligned:
+            # Before its own turn, so that the other warpgroup, whose turn is later, finds it done.
+            pl.when(self.warpgroup == 0)(functools.partial(self._clear_absent, tile))
         self._take_turn()
 
         def multiplying_values() -> None:
@@ -353,9 +356,20 @@ class RowWarpgroup:
         sees = (token <= row) & (token >= tile * config.tokens)
         if self.problem.window is not None:
             sees &= token > row - self.problem.window
-        bias = self.memory.load_bias(self.item.prompt, first_token, config.tokens)
-        sees &= lax.broadcast_in_dim(bias, shape, [1]) == 0
+        sees &= self.memory.is_present(self.item.prompt, first_token, token)
         return jnp.where(sees, logits, -jnp.inf)
+
+    def _clear_absent(self, tile: Scalar) -> None:
+        """Clears the values of absent tokens, which may be NaN: a weight of 0 does not remove it."""
+        prompt, size = self.item.prompt, self.config.tokens
+        first_token = self.memory.first_token(prompt, tile, size)
+        start = self.memory.first_present(prompt) - first_token
+        stop = self.memory.end(prompt) - first_token
+
+        @pl.when((start > 0) | (stop < size))
+        def clear() -> None:
+            tiles.clear_rows(self.scratch.values, self._slot(tile), start, stop)
+            plgpu.commit_smem()
 
 
 def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
