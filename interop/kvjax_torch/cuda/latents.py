@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
+from kvjax import kernels
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
 from kvjax_torch.calls import choosing, latent_parts
 from kvjax_torch.cuda import reads
+from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
 
 WORD_BYTES = 4
@@ -22,6 +25,27 @@ def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
         calls = latent_parts.write_calls(plan, tensors, unique_slots)
     for call in calls:
         running.run(call)
+
+
+def compile_kernels(
+    writes: Sequence[tuple[WritePlan, WriteTensors]],
+    gather: tuple[GatherPlan, ReadTensors],
+    attended: Sequence[tuple[AttentionPlan, ReadTensors]],
+    unique_slots: bool,
+) -> None:
+    """Compiles the kernels of calls that plans and tensors describe, several at once."""
+    device = gather[1].key_cache.device
+    running.check_capability(device.index)
+    gathers, every = [gather], list[kernels.AnyCount]()
+    for plan, tensors in attended:
+        parts = reads.parts_of(plan, 1, tensors)
+        every += [kernel for part, _, _ in parts for kernel in reads.kernels_of_part(part, tensors)]
+        if not parts:  # what torch attends to is gathered
+            gathers.append((dense.as_gather(plan), tensors))
+    with choosing.one_at_a_time:
+        calls = [call for each in writes for call in latent_parts.write_calls(*each, unique_slots)]
+        calls += [call for each in gathers for call in latent_parts.gather_calls(*each)]
+    running.compile_all([*every, *(call.kernel for call in calls)], device)
 
 
 def attend(

@@ -89,15 +89,20 @@ def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensor
     """Compiles the kernels of the parts of a call for batches of every size."""
     device = tensors.key_cache.device
     for plan, _, _ in parts:
-        places = arrays.page_places(plan.cache, tensors)
-        if (kind := (plan, places, device)) in _attends:
+        if (kind := (plan, arrays.page_places(plan.cache, tensors), device)) in _attends:
             continue
-        with choosing.one_at_a_time:
-            every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
-        running.compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
+        running.compile_all(kernels_of_part(plan, tensors), device)
         if len(_attends) >= running.REMEMBERED:
             _attends.clear()
         _attends.add(kind)
+
+
+def kernels_of_part(plan: AttentionPlan, tensors: ReadTensors) -> list[kernels.AnyCount]:
+    """The kernels of a call of one part, for batches of every size."""
+    places, device = arrays.page_places(plan.cache, tensors), tensors.key_cache.device
+    with choosing.one_at_a_time:
+        every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
+    return [kernel for decode, merge, _ in every for kernel in (decode, merge)]
 
 
 def _attend_to_pages(
