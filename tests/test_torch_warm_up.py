@@ -36,7 +36,7 @@ from kvjax_torch.arguments.plan import (  # noqa: E402
 )
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import write_plan  # noqa: E402
-from kvjax_torch.calls import attending, gathering, latent_parts, writing  # noqa: E402
+from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
 from kvjax_torch.cuda import latents  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
@@ -213,8 +213,8 @@ def test_kernels_of_latents_are_compiled_together(compiles: bool, tmp_path: Path
         assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
     for count, num_seqs, q_len in ((3, 1, 2), (900, 3, 1), (5, 700, 2)):
         write, gather, attend = calls_of(count, num_seqs, q_len)
-        calls = latent_parts.write_calls(*write, False) + latent_parts.gather_calls(*gather)
-        later = [call.kernel for call in calls] + [*attending.kernels_of_call(*attend)[:2]]
+        calls = writing.write_call(*write, False), gathering.rows_call(*gather)
+        later = [*(call.kernel for call in calls), *attending.kernels_of_call(*attend)[:2]]
         assert set(later) <= set(every)
         if compiles:
             before = binaries.num_compilations()

@@ -8,20 +8,32 @@ from typing import Any
 import torch
 
 from kvjax import UnsupportedError, kernels
-from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors
-from kvjax_torch.calls import arrays, attending, choosing, latent_parts
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors, RowTensors
+from kvjax_torch.calls import arrays, attending, choosing, gathering
 from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
 
 
 def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_kv` of CUDA tensors that `plan` describes."""
+    """`gather_kv` of CUDA tensors that `plan` describes; or whole sequences of latents and rope keys, of one head."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        calls = latent_parts.gather_calls(plan, tensors)
-    for call in calls:
-        running.run(call)
-    return latent_parts.gathered(plan, calls)
+        call = gathering.gather_call(plan, tensors)
+    running.run(call)
+    keys, *values = call.tensors[-plan.cache.num_parts :]
+    return keys, values[0] if values else keys[..., :0]
+
+
+def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
+    """`gather_and_maybe_dequant_cache` of CUDA tensors that `plan` describes."""
+    running.check_capability(tensors.key_cache.get_device())
+    with choosing.one_at_a_time:
+        call = gathering.rows_call(plan, tensors)
+    running.run(call)
+    parts = tensors.dst.split(plan.cache.spec.part_sizes, dim=1)
+    for own, filled in zip(parts, call.tensors[-plan.cache.num_parts :], strict=False):
+        if own.data_ptr() != filled.data_ptr():
+            own.copy_(filled)
 
 
 def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequence[attending.AttentionPart]:
