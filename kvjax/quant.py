@@ -171,8 +171,8 @@ def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Encodes blocks of 128 along the last dimension as fp8 codes and one float32 scale each, as vLLM's caches of MLA.
 
     With `amax` the block's largest magnitude, NaN ignored, `scale = max(amax / 448, 2**-126)`; a code is `x / scale`
-    clamped to 448 and rounded to nearest even, NaN kept. Division is exact, also of subnormal numbers, which are not
-    flushed (vLLM's `concat_and_cache_ds_mla_kernel`).
+    clamped to 448 and rounded to nearest even, NaN kept. Division is exact, also of subnormal numbers, as in vLLM's
+    `concat_and_cache_ds_mla_kernel`.
 
     Args:
       x: float32, float16 or bfloat16 `[..., size]`, a multiple of 128.
@@ -180,21 +180,24 @@ def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       `(codes, scales)`: float8_e4m3fn `[..., size]` and float32 `[..., size / 128]`.
     """
-    info, last = KVCacheDType.FP8_DS_MLA.info, x.ndim - 1
-    block = info.elements_per_scale or 1
-    blocks = lax.reshape(_to(x, np.float32), (*x.shape[:last], x.shape[last] // block, block))
+    block = (info := KVCacheDType.FP8_DS_MLA.info).elements_per_scale or 1
+    blocks = lax.reshape(_to(x, np.float32), (*x.shape[:-1], x.shape[-1] // block, block))
     amax = lax.reduce_max(_where(_is_nan(blocks), 0.0, lax.abs(blocks)), [x.ndim])
     scales = lax.max(exact_divide(amax, np.float32(info.max)), np.float32(LEAST_NORMAL))
-    of_each = lax.broadcast_in_dim(scales, blocks.shape, range(scales.ndim))
+    quotients = divide_subnormal(blocks, lax.broadcast_in_dim(scales, blocks.shape, range(scales.ndim)))
+    return lax.reshape(_float8_codes(quotients, info.storage_dtype), x.shape), scales
+
+
+def divide_subnormal(x: jax.Array, divisor: jax.Array) -> jax.Array:
+    """`exact_divide` of float32 `x`, which may be subnormal, by a normal divisor of its shape."""
     # XLA on CPU takes a subnormal x for 0. As an integer it is a multiple of 2**-149: x * 2**126 is normal.
-    bits = _bits(blocks)
+    bits = _bits(x)
     magnitude = lax.bitwise_and(bits, np.uint32(0x7FFFFFFF))
     is_subnormal = lax.lt(magnitude, np.uint32(1 << 23))
     raised = lax.mul(_to(magnitude, np.float32), np.float32(2.0**-23))
     raised = lax.select(lax.lt(_to(bits, np.int32), np.int32(0)), lax.neg(raised), raised)
-    dividend = lax.select(is_subnormal, raised, blocks)
-    divisor = lax.select(is_subnormal, lax.mul(of_each, np.float32(2.0**126)), of_each)
-    return lax.reshape(_float8_codes(exact_divide(dividend, divisor), info.storage_dtype), x.shape), scales
+    divisor = lax.select(is_subnormal, lax.mul(divisor, np.float32(2.0**126)), divisor)
+    return exact_divide(lax.select(is_subnormal, raised, x), divisor)
 
 
 def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -203,7 +206,7 @@ def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
     Magnitudes below `2**-126` are flushed to 0 of their sign.
     """
     blocks = lax.reshape(_to(codes, np.float32), (*scales.shape, codes.shape[-1] // scales.shape[-1]))
-    return with_canonical_nan(lax.reshape(_normal(_times_each_block(blocks, scales)), codes.shape))
+    return with_canonical_nan(lax.reshape(normal(_times_each_block(blocks, scales)), codes.shape))
 
 
 def int8_codes(x: jax.Array) -> jax.Array:
@@ -346,21 +349,21 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, is_neox: bool) -> jax.A
 
 def rotated_first(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns `x * cos - y * sin` in float32, from rounded products; subnormals are flushed, as XLA does on CPU."""
-    return _normal(lax.sub(*_products((x, cos), (y, sin))))
+    return normal(lax.sub(*_products((x, cos), (y, sin))))
 
 
 def rotated_second(x: jax.Array, y: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns `y * cos + x * sin`, likewise."""
-    return _normal(lax.add(*_products((y, cos), (x, sin))))
+    return normal(lax.add(*_products((y, cos), (x, sin))))
 
 
 def _products(*pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """Returns rounded float32 products. The barrier prevents XLA and LLVM from contracting them with their consumer."""
-    products = [lax.mul(_normal(x), _normal(y)) for x, y in pairs]
-    return [_normal(product) for product in lax.optimization_barrier(products)]
+    products = [lax.mul(normal(x), normal(y)) for x, y in pairs]
+    return [normal(product) for product in lax.optimization_barrier(products)]
 
 
-def _normal(x: jax.Array) -> jax.Array:
+def normal(x: jax.Array) -> jax.Array:
     """Flushes float32 subnormals to zeros of the same sign."""
     zeros = lax.bitcast_convert_type(lax.bitwise_and(_bits(x), np.uint32(1 << 31)), np.float32)
     return lax.select(lax.lt(lax.abs(x), np.float32(2.0**-126)), zeros, x)

@@ -58,6 +58,10 @@ EXPECTED = {
     "attention": [("attention", ["kvjax"], DTYPES), ("attention", ["torch sdpa"], ["bfloat16"])],
     "ragged": [("ragged attention", ["kvjax", "kvjax without cascade", "kvjax_torch"], DTYPES)],
     "mla_attention": [("mla attention", ["kvjax"], ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"])],
+    "mla_cache": [
+        (f"mla {what}", ["kvjax", "kvjax_torch"], ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"])
+        for what in ("write", "gather")
+    ],
     "serve": [
         ("serve", ["kvjax"], DTYPES),
         ("serve", ["cuDNN, dense"], ["bfloat16"]),

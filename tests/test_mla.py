@@ -176,27 +176,20 @@ def test_gradients_of_queries_are_those_of_dense_attention():
         jax.grad(write)(jnp.ones((1, 512)))
 
 
-@pytest.mark.parametrize("operation", ["write", "gather", "attend", "ragged"])
-def test_no_kernel_serves_latents(operation: str):
+@pytest.mark.parametrize("operation", ["attend", "ragged"])
+def test_no_kernel_attends_to_float32(operation: str):
     """XLA does, on a GPU too; a kernel that is asked for is refused with the reason."""
     problem = build(spec_of("float32"), [20])
     read = problem.block_table, problem.seq_lens
     q = queries(problem.spec, (1, 16), "bfloat16")
     one = np.array([0, 1], np.int32)
     run = {
-        "write": lambda cache, how: concat_and_cache_mla(q[0][:, 0], q[1][:, 0], cache, one[1:], implementation=how),
-        "gather": lambda cache, how: gather_mla(cache, read[0], one, num_tokens=1, implementation=how),
         "attend": lambda cache, how: mla_paged_attention(*q, cache, *read, sm_scale=1.0, implementation=how),
         "ragged": lambda cache, how: mla_ragged_paged_attention(
             *q, cache, *read, one, sm_scale=1.0, implementation=how
         ),
     }[operation]
-    name = {"write": "concat_and_cache_mla", "gather": "gather_mla", "attend": "mla_paged_attention"}.get(
-        operation, "m"
-    )
-    with pytest.raises(
-        UnsupportedError, match=f"^{name}.*: implementation 'mosaic' cannot serve this call: .*no kernel"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^mla_.*: implementation 'mosaic' cannot serve this call: .*no kernel"):
         run(problem.cache, "mosaic")
     for how in (None, "xla"):
         jax.block_until_ready(jax.tree.leaves(run(problem.cache, how)))

@@ -38,8 +38,8 @@ from kvjax_torch.arguments.latents import (  # noqa: E402
     latent_gather_plan,
     latent_write_plan,
 )
-from kvjax_torch.arguments.plan import LatentQuery, SoftmaxOptions  # noqa: E402
-from kvjax_torch.calls import attending, latent_parts  # noqa: E402
+from kvjax_torch.arguments.plan import GatherPlan, LatentQuery, ReadTensors, SoftmaxOptions  # noqa: E402
+from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
 from kvjax_torch.cuda import latents, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 
@@ -397,14 +397,13 @@ def test_checked_mode_refuses_values_out_of_range(run: Any, changes: dict[str, A
     ],
 )
 def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, sizes: tuple[int, int]):
-    """Those for keys and values, which serve latents and rope keys on a GPU."""
+    """Into memory of any alignment, and of whole sequences."""
     spec, width = spec_of(name, sizes), sum(sizes)
     rows, pages = [torch.from_numpy(x) for x in tokens_of(spec, len(SLOTS))], poisoned(spec)
     scale, slots = torch.tensor(0.01), torch.tensor(SLOTS)
     cache, read = cache_of(spec, pages, 48)
     plan, tensors = latent_write_plan(*rows, LatentPages(cache, name, scale), slots)
-    for call in latent_parts.write_calls(plan, tensors, False):
-        run_interpreted(call)
+    run_interpreted(writing.write_call(plan, tensors, False))
     expected, expect = cache_of(spec, pages)
     kvjax_torch.concat_and_cache_mla(*rows, expected, slots, name, scale)
     assert_same_bytes(read(), expect())
@@ -412,36 +411,30 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, 
     want = torch.zeros(9, width)
     kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 9, name, scale, starts)
     for each in (cache, expected):  # with gaps, and without
-        into = GatheredRows(torch.zeros(9, width), None, 9)
-        gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
-        calls = latent_parts.gather_calls(gather_of, read_from)
-        for call in calls:
-            run_interpreted(call)
-        got = torch.cat(latent_parts.gathered(gather_of, calls), dim=-1)[0, :, 0]
-        assert_same_bytes(got.numpy(), want.numpy())
+        for dst in (torch.full((10, width + 8), 7.0), torch.full((10, width + 9), 7.0)):
+            into = GatheredRows(dst[:, 3 : 3 + width], None, 9)
+            gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
+            run_interpreted(gathering.rows_call(gather_of, read_from))
+            assert_same_bytes(dst[:9, 3 : 3 + width].numpy(), want.numpy())
+            assert (dst[9] == 7).all()
+            assert (dst[:, :3] == 7).all()
+            assert (dst[:, 3 + width :] == 7).all()
+    lengths, gather_of = torch.tensor([11, 8]), GatherPlan(plan.cache, torch.float32, (1, 1))
+    whole = ReadTensors(tensors.key_cache, tensors.value_cache, table, lengths, scale, scale)
+    call = gathering.gather_call(gather_of, whole)
+    run_interpreted(call)
+    want = host.gather(gather_of, whole)
+    assert_same(call.tensors[-plan.cache.num_parts :], want[: plan.cache.num_parts])
 
 
 def test_rope_keys_at_odd_addresses_are_refused_by_kernels():
     spec = spec_of("nvfp4", (48, 2))  # whose rows are 31 bytes
     cache, _ = cache_of(spec, poisoned(spec))
-    rows = [torch.from_numpy(x) for x in tokens_of(spec, 3)]
-    plan, tensors = latent_write_plan(*rows, LatentPages(cache, "nvfp4", torch.tensor(1.0)), torch.arange(3))
-    with pytest.raises(UnsupportedError, match="kv_cache: got rope keys at addresses that 2 does not divide"):
-        latent_parts.write_calls(plan, tensors, False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_blocks_that_torch_encodes_have_jaxs_bytes(dtype: torch.dtype):
-    """NaN, infinities, zeros and subnormal numbers included."""
-    rows = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-32, 32)[:, None]
-    rows[0, :8] = torch.tensor([0.0, -0.0, 448.0, -448.0, 1e-40, -1e-40, 1e-45, torch.nan])
-    rows[1], rows[2, 5], rows[3, 200], rows[4, :128] = 0, torch.inf, -torch.inf, 1e-40
-    rows[5], rows[6], rows[7, 0] = torch.nan, rows[6] * 1e-38, -torch.tensor(torch.nan)
-    rows = rows.to(dtype)
-    codes, scales = latent_parts.encode_fp8_ds_mla(rows)
-    want_codes, want_scales = kvjax.quant.encode_fp8_ds_mla(kvjax_torch.to_jax(rows))
-    assert_same_bytes(codes.numpy(), np.asarray(want_codes).view(np.uint8))
-    assert_same_bytes(scales.numpy(), np.asarray(want_scales))
+    table, bounds = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3])
+    rows = GatheredRows(torch.zeros(3, 50), None, 3)
+    plan = latent_gather_plan(LatentPages(cache, "nvfp4", torch.tensor(1.0)), rows, table, bounds, None)
+    with pytest.raises(UnsupportedError, match="gather_mla: got rows of bfloat16 at addresses that 2 does not divide"):
+        gathering.rows_call(*plan)
 
 
 def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:

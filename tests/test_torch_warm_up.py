@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,35 @@ from support.helpers import assert_same_bytes, kv_tokens, simple_spec
 
 torch = pytest.importorskip("torch")
 
+from support.gpu_compile import why_not  # noqa: E402
+from support.mla_cases import SM_SCALE  # noqa: E402
+from support.mla_cases import spec_of as latents_of  # noqa: E402
 from support.torch_helpers import from_numpy, random_pages, torch_cache  # noqa: E402
 
 import kvjax_torch  # noqa: E402
-from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError  # noqa: E402
+from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, binaries  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors  # noqa: E402
+from kvjax_torch.arguments.dtypes import torch_dtype  # noqa: E402
+from kvjax_torch.arguments.latents import (  # noqa: E402
+    GatheredRows,
+    LatentPages,
+    latent_attention_plan,
+    latent_gather_plan,
+    latent_write_plan,
+)
+from kvjax_torch.arguments.plan import (  # noqa: E402
+    Encoding,
+    LatentQuery,
+    ReadTensors,
+    SoftmaxOptions,
+    WriteTensors,
+)
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import write_plan  # noqa: E402
-from kvjax_torch.calls import gathering, writing  # noqa: E402
+from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
+from kvjax_torch.cuda import latents  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.launch import running  # noqa: E402
 
 NUM_BLOCKS = 40
 
@@ -119,3 +139,107 @@ def test_calls_that_differ_in_nothing_that_a_kernel_depends_on_share_one():
     assert write_kernel(packed, slots, True) is write_kernel(apart, slots, True) is not write_kernel(packed, slots)
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     assert gather_kernel(table, lengths) is gather_kernel(table.long(), lengths.long())
+
+
+def latent_call(dtype: str, sizes: tuple[int, int], device: str = "cpu") -> dict[str, Any]:
+    """The arguments of a warm-up: slices of a fused projection, and a cache that is not zero."""
+    spec = latents_of(dtype, sizes)
+    fused = torch.ones(2, 3 + sum(sizes), dtype=torch.bfloat16, device=device)
+    kv_c, k_pe = fused[:, 3:].split(sizes, dim=1)
+    row = spec.bytes_per_token // spec.array_dtype.itemsize
+    cache = torch.full((4, 8, row), 3, dtype=torch.uint8, device=device).to(torch_dtype(spec.array_dtype))
+    given = {"kv_c": kv_c, "k_pe": k_pe, "kv_cache": cache, "slot_mapping": torch.arange(2, device=device)}
+    options = {"num_heads": 4, "sm_scale": SM_SCALE, "q_lens": (1, 2), "dtype": torch.float32}
+    return given | {"kv_cache_dtype": dtype, "scale": 1.0} | options
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4", "fp8_ds_mla"])
+def test_latents_that_are_warm_are_not_compiled_again(dtype: str, device: str):
+    call = latent_call(dtype, (384, 48), device)
+    cache, stored_as = call["kv_cache"], (dtype, 1.0)
+    content, before = cache.clone(), num_compiled()
+    kvjax_torch.warm_up_mla(**call)
+    assert torch.equal(cache, content)
+    warm = num_compiled()
+    assert (warm != before) == (device == "cuda" or dtype != "bfloat16")
+    for count in (1, 7, 31):
+        fused = torch.ones(count, 3 + 432, dtype=torch.bfloat16, device=device)
+        rows, slots = fused[:, 3:].split((384, 48), dim=1), torch.arange(count, device=device)
+        kvjax_torch.concat_and_cache_mla(*rows, cache, slots, *stored_as)
+        table, lengths = torch.zeros(3, 4, dtype=torch.int32, device=device), torch.tensor([count, 2, 0], device=device)
+        bounds, dst = torch.tensor([0, count, count, count], device=device), torch.zeros(count, 432, device=device)
+        kvjax_torch.gather_and_maybe_dequant_cache(cache, dst, table, bounds, None, count, *stored_as)
+        query = [torch.ones(3, 2, 4, size, dtype=torch.bfloat16, device=device) for size in (384, 48)]
+        kvjax_torch.mla_paged_attention(*query, cache, table, lengths, *stored_as, sm_scale=SM_SCALE)
+    assert num_compiled() == warm
+    assert not torch.equal(cache, content)
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        False,
+        pytest.param(True, marks=[pytest.mark.full, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]),
+    ],
+)
+def test_kernels_of_latents_are_compiled_together(compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of later calls, of any size, are among them; compiled for a described GPU they are in the folder."""
+    monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "kvjax"))
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    gpu, compiled = binaries.Device("NVIDIA H200", "9.0", 232_448), []
+
+    def compile_all(every: list[Any], device: torch.device) -> None:
+        compiled.append(list(dict.fromkeys(every)))
+        if compiles:
+            binaries.compiled(compiled[-1], gpu)
+
+    monkeypatch.setattr(running, "compile_all", compile_all)
+    call = latent_call("nvfp4", (256, 16))
+    pages = LatentPages(call["kv_cache"], "nvfp4", torch.tensor(1.0))
+
+    def calls_of(count: int, num_seqs: int, q_len: int) -> tuple[Any, Any, Any]:
+        fused = torch.ones(max(count, 2), 275, dtype=torch.bfloat16)[:count, 3:]
+        write = latent_write_plan(*fused.split((256, 16), dim=1), pages, torch.arange(count))
+        table, bounds = torch.zeros(num_seqs, count, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
+        rows = GatheredRows(torch.zeros(count, 272), None, count)
+        query = LatentQuery(*(torch.ones(num_seqs, q_len, 4, size, dtype=torch.bfloat16) for size in (256, 16)))
+        attend = latent_attention_plan(query, pages, table, bounds[1:], SoftmaxOptions(SM_SCALE))
+        return write, latent_gather_plan(pages, rows, table, bounds, None), attend
+
+    write, gather, attend = calls_of(2, 1, 1)
+    latents.compile_kernels([write], gather, [attend, calls_of(2, 1, 2)[2]], False)
+    [every] = compiled
+    if compiles:
+        assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
+    for count, num_seqs, q_len in ((3, 1, 2), (900, 3, 1), (5, 700, 2)):
+        write, gather, attend = calls_of(count, num_seqs, q_len)
+        calls = writing.write_call(*write, False), gathering.rows_call(*gather)
+        later = [*(call.kernel for call in calls), *attending.kernels_of_call(*attend)[:2]]
+        assert set(later) <= set(every)
+        if compiles:
+            before = binaries.num_compilations()
+            binaries.compiled(later, gpu)
+            assert binaries.num_compilations() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kv_c": torch.ones(1, 384)}, KVCacheValueError, r"kv_c: got shape \(1, 384\), expected 2 dimensions and at "),
+        ({"k_pe": torch.ones(2, 48, 1)}, KVCacheValueError, r"k_pe: got shape \(2, 48, 1\), expected 2 dimensions"),
+        ({"q_lens": ()}, KVCacheValueError, r"q_lens: got \(\), expected a sequence of at least one int"),
+        ({"q_lens": 4}, KVCacheValueError, "q_lens: got 4, expected a sequence of at least one int"),
+        ({"q_lens": (1, 0)}, KVCacheValueError, "q_lens: got 0, expected an int of at least 1"),
+        ({"num_heads": 0}, KVCacheValueError, "num_heads: got 0, expected an int of at least 1"),
+        ({"dtype": torch.int8}, KVCacheTypeError, r"dst: got dtype torch\.int8"),
+        ({"slot_mapping": torch.ones(2)}, KVCacheTypeError, r"slot_mapping: got dtype torch\.float32"),
+        (
+            {"kv_cache": torch.ones(2, 384).bfloat16()},
+            KVCacheValueError,
+            r"kv_cache: got shape \(2, 384\), expected \[num_blocks",
+        ),
+    ],
+)
+def test_a_warm_up_of_latents_names_what_does_not_fit(changes: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        kvjax_torch.warm_up_mla(**latent_call("bfloat16", (384, 48)) | changes)

@@ -15,5 +15,6 @@ from kvjax_torch.mla import mla_ragged_paged_attention as mla_ragged_paged_atten
 from kvjax_torch.ops import gather_kv as gather_kv
 from kvjax_torch.ops import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax_torch.ops import rope_and_cache as rope_and_cache
-from kvjax_torch.ops import warm_up as warm_up
+from kvjax_torch.start_up import warm_up as warm_up
+from kvjax_torch.start_up import warm_up_mla as warm_up_mla
 from kvjax_torch.window_attention import exact_window_attention as exact_window_attention

@@ -137,10 +137,7 @@ def _gather_latents(*given: Any) -> None:
     src_cache, dst, block_table, cu_seq_lens, token_to_seq, num_tokens, kv_cache_dtype, scale, *starts = given
     pages, rows = LatentPages(src_cache, kv_cache_dtype, scale), GatheredRows(dst, token_to_seq, num_tokens)
     plan, tensors = latent_gather_plan(pages, rows, block_table, cu_seq_lens, *(starts or (None,)))
-    kv_c, k_pe = (reads if src_cache.is_cuda else host).gather(plan, tensors)
-    rank = kv_c.shape[-1]
-    dst[:num_tokens, :rank] = kv_c[0, :, 0]
-    dst[:num_tokens, rank:] = k_pe[0, :, 0]
+    (reads if src_cache.is_cuda else host).gather_rows(plan, tensors)
 
 
 def _attend_to_latents(

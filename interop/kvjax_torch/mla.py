@@ -70,7 +70,7 @@ def concat_and_cache_mla(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `reshape_and_cache_flash`.
-      UnsupportedError: likewise; and for CUDA tensors with rope keys at odd addresses.
+      UnsupportedError: likewise.
     """
     check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
     torch.ops.kvjax.concat_and_cache_mla.default(
@@ -116,7 +116,8 @@ def gather_and_maybe_dequant_cache(
         `block_size`, as vLLM's must.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `concat_and_cache_mla`.
+      KVCacheValueError, KVCacheTypeError: as `concat_and_cache_mla`.
+      UnsupportedError: likewise; and for CUDA tensors with rope keys at odd addresses.
     """
     check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_tensors(**{n: x for n, x in (("token_to_seq", token_to_seq), ("seq_starts", seq_starts)) if x is not None})

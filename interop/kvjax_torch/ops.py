@@ -1,4 +1,4 @@
-"""Writes and reads of torch tensors: vLLM's write, the same with rotation, a gather; and `warm_up`.
+"""Writes and reads of torch tensors: vLLM's write, the same with rotation, and a gather.
 
 On CUDA they run on torch's current stream, and the host does not wait, with two exceptions: in `kvjax.checked()` every
 call reads values back, and the first use of a float scale on a device copies it there.
@@ -6,20 +6,17 @@ call reads values back, and the first use of a float scale on a device copies it
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch.autograd import forward_ad
 
-from kvjax import KVCacheDType, KVCacheValueError
+from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, WriteTensors
+from kvjax_torch.arguments.plan import WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
 from kvjax_torch.cuda import writes
-from kvjax_torch.eager import host
 
 
 def reshape_and_cache_flash(
@@ -230,77 +227,3 @@ def gather_kv(
         dtype=dtype,
     )
     return keys, values
-
-
-def warm_up(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_cache_dtype: str | KVCacheDType,
-    k_scale: Scale,
-    v_scale: Scale,
-    *,
-    v_scale_layout: str = "linear",
-    unique_slots: bool = False,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Compiles the kernels of `reshape_and_cache_flash` and `gather_kv` for such tensors; the cache does not change.
-
-    Call it before the first request, and before `torch.cuda.graph` records a call. Then calls with any number of
-    tokens, slots, sequences and blocks do not compile, on the caches' device and with tensors of the same dtypes,
-    strides and alignment and the same `unique_slots`. Layers that are alike need one call.
-
-    Args:
-      key: as in `reshape_and_cache_flash`, with the strides of the model's keys and any contents. At least two tokens,
-        since the strides of one do not show those of more.
-      value: the same for the values.
-      key_cache: as in `reshape_and_cache_flash`.
-      value_cache: as in `reshape_and_cache_flash`.
-      slot_mapping: a tensor of the dtype that the slots will have; its contents are ignored.
-      kv_cache_dtype: as in `reshape_and_cache_flash`.
-      k_scale: as in `reshape_and_cache_flash`.
-      v_scale: as in `reshape_and_cache_flash`.
-      v_scale_layout: as in `reshape_and_cache_flash`.
-      unique_slots: as in `reshape_and_cache_flash`; writes with and without it are two kernels.
-      dtype: the `dtype` of later `gather_kv` calls.
-
-    Raises:
-      KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
-    """
-    check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    for name, tokens in (("key", key), ("value", value)):
-        if tokens.shape[0] < 2:
-            raise KVCacheValueError(
-                f"{name}: got {tokens.shape[0]} tokens, expected at least 2, which show their strides"
-            )
-    # torch's views of one token have the strides of a tensor of one token.
-    one_key, one_value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
-    # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing.
-    slots, table, lengths = slot_mapping.new_full((1,), -1), slot_mapping.new_zeros((1, 1)), slot_mapping.new_zeros(1)
-    steps = [(key, value, slots, lengths), (one_key, one_value, slots, lengths)]
-    if key_cache.is_cuda:
-        read = ReadTensors(key_cache, value_cache, table, lengths, *as_tensors(k_scale, v_scale, key_cache))
-        rows, encoding = [(step[0], step[1]) for step in steps], Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
-        writes.compile_writes_and_gathers(rows, read, slots, encoding, unique_slots, dtype)
-    else:
-        # A call without work compiles nothing, any memory will do, and few tokens and many are compiled apart.
-        counts = 1, host.FEW_TOKENS + 1
-        blocks = -(-counts[1] // key_cache.shape[1])
-        key_cache, value_cache = key_cache[:1].repeat(blocks, 1, 1, 1), value_cache[:1].repeat(blocks, 1, 1, 1)
-        k_scale, v_scale = (
-            scale[:1].repeat(blocks, 1, 1) if isinstance(scale, torch.Tensor) and has_scale_tensors(scale) else scale
-            for scale in (k_scale, v_scale)
-        )
-        every = torch.arange(counts[1], device="cpu").to(slot_mapping.dtype)
-        table = every[None, :blocks]
-        steps = [
-            (one_key.expand(count, -1, -1), one_value.expand(count, -1, -1), every[:count], every[:1] + count)
-            for count in counts
-        ]
-    stored_as = kv_cache_dtype, k_scale, v_scale
-    write = functools.partial(reshape_and_cache_flash, v_scale_layout=v_scale_layout, unique_slots=unique_slots)
-    for step_key, step_value, step_slots, step_lengths in steps:
-        write(step_key, step_value, key_cache, value_cache, step_slots, *stored_as)
-        gather_kv(key_cache, value_cache, table, step_lengths, *stored_as, v_scale_layout=v_scale_layout, dtype=dtype)

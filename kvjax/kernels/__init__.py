@@ -7,7 +7,7 @@ The names exported here are for launchers that pass addresses instead of JAX arr
   warpgroup; one register of each thread as an array.
 - `registers`, `tiles`, `memory`: layouts in registers and in shared memory; caller-owned memory.
 - `arithmetic`, `nvfp4`, `e2m1`, `four_over_six`, `decoding`, and `codecs`, which has the two directions of each dtype.
-- `write`, `gather`, `attention`, `prompts`: the kernels.
+- `write`, `gather`, `gather_rows`, `attention`, `mla`, `prompts`: the kernels.
 """
 
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
@@ -17,6 +17,7 @@ from kvjax.kernels.attention.choice import BATCHES as ATTENTION_BATCHES
 from kvjax.kernels.attention.choice import passes as attention_passes
 from kvjax.kernels.attention.problem import Softmax as Softmax
 from kvjax.kernels.gather import any_count as gather_kernel
+from kvjax.kernels.gather_rows import any_rows as row_gather_kernel
 from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
@@ -79,6 +80,7 @@ __all__ = [
     "prompt_kernel",
     "prompt_segments",
     "prompt_units_kernel",
+    "row_gather_kernel",
     "step_schedule_kernel",
     "step_schedule_programs",
     "write_kernel",

@@ -60,9 +60,14 @@ class Codec:
     elements: int
 
     @property
+    def num_staged(self) -> int:
+        """Arrays of encoded rows that go through shared memory: data and then scales, or none."""
+        return 0 if self.dtype.info.scale_dtype is None else 2
+
+    @property
     def is_staged(self) -> bool:
-        """Whether encoded rows go through shared memory: their data and then their scales."""
-        return self.dtype.info.scale_dtype is not None
+        """Whether encoded rows go through shared memory."""
+        return self.num_staged > 0
 
     @property
     def reads_words(self) -> bool:
@@ -77,11 +82,11 @@ class Codec:
         """Shared memory for encoded rows."""
         return []
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
         """Loads the rows of tokens, to be staged."""
         raise NotImplementedError
 
-    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, ...]:
         """Encodes loaded rows of elements of `dtype` to what is staged; `scale` is what `load_scale` loaded."""
         raise NotImplementedError
 
@@ -113,38 +118,85 @@ class Codec:
 
 
 @dataclasses.dataclass(frozen=True)
+class BytesCodec(Codec):
+    """Encodes unquantized rows beside rows with scales, in pages of bytes, to which shared memory is copied."""
+
+    @property
+    def num_staged(self) -> int:
+        """One: there are no scales."""
+        return 1
+
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+        """Shared memory for elements."""
+        return [plgpu.SMEM((tokens, heads * head_size), self.dtype.info.storage_dtype)]
+
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+        """Loads the rows of tokens, `[num_tokens, elements]`."""
+        shape = num_tokens, staged[0].shape[1]
+        ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, shape[1])]
+        max_vector = min(rows.alignment, MAX_VECTOR_BYTES) // jnp.dtype(ref.dtype).itemsize
+        layout = lane_layout(shape, max_vector, min_vector=2)
+        return LoadedRows((compat.load(ref, layout),), layout)
+
+    def load_scale(self, scale: Ref) -> jax.Array | None:
+        """None: no scale changes them."""
+        return None
+
+    def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, ...]:
+        """The elements in the stored dtype."""
+        return (arithmetic.cast(rows.arrays[0], self.dtype.info.storage_dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
 class RowCodec(Codec):
-    """Encodes whole rows, with a float32 scale for each token and head."""
+    """Encodes whole rows, with a float32 scale for each token and head, or for each block of a row.
+
+    Attributes:
+      encode_row: the encoding of `arithmetic`.
+      decode_row: the decoding of `decoding`.
+    """
+
+    encode_row: Callable[..., tuple[jax.Array, jax.Array]]
+    decode_row: Callable[..., jax.Array]
 
     def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
         """Shared memory for bytes, and for scales as int32 words."""
-        data, _ = self.dtype.info.row_bytes(head_size)
-        return [plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM((tokens, heads), jnp.int32)]
+        data, scales = self.dtype.info.row_bytes(head_size)
+        return [plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM((tokens, heads * scales // 4), jnp.int32)]
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
-        """Loads the rows of tokens, `[num_tokens, num_kv_heads, head_size]`, each row in one warp."""
-        elements = staged[0].shape[1]
-        shape = num_tokens, heads, elements // heads
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+        """Loads the rows of tokens, `[num_tokens, scales, elements of a scale]`, what shares a scale in one warp."""
+        (_, elements), (_, num_scales) = (ref.shape for ref in staged)
+        shape = num_tokens, num_scales, elements // num_scales
         ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, elements)]
         max_vector = min(rows.alignment, MAX_VECTOR_BYTES) // jnp.dtype(ref.dtype).itemsize
         layout = lane_layout(shape, max_vector, whole_rows=True)
         return LoadedRows((compat.load(ref, layout, shape),), layout)
 
     def load_scale(self, scale: Ref) -> jax.Array | None:
-        """None: each token and head has a scale."""
+        """None: each row or block has a scale."""
         return None
 
     def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Codes and scales of each token and head."""
+        """Codes and scales."""
         [x] = rows.arrays
         broadcast = functools.partial(compat.broadcast_columns, columns=x.shape[-1], layout=rows.layout)
-        return arithmetic.encode_per_token_head(x.astype(jnp.float32), self.dtype, broadcast)
+        return self.encode_row(x.astype(jnp.float32), self.dtype, broadcast)
+
+    def blocks(self, size: int) -> tuple[int, ...]:
+        """The shape in which a row of `size` elements is decoded: the row, or blocks that each have a scale."""
+        block = self.dtype.info.elements_per_scale
+        return (size,) if block is None else (size // block, block)
+
+    def dense_type(self, dims: tuple[int, ...], size: int, dtype: DType) -> jax.ShapeDtypeStruct:
+        """A row, or the blocks of a row."""
+        return jax.ShapeDtypeStruct((*dims, *self.blocks(size)), dtype)
 
     def decode(self, stored: Sequence[jax.Array], scale: Scalar, piece: GatheredPiece, dtype: DType) -> list[jax.Array]:
-        """Decodes codes and the scales of each token and head."""
-        codes, token_scales = stored
-        broadcast = functools.partial(piece.broadcast, axes=(0, 1))
-        return [decoding.decode_per_token_head(codes, token_scales, self.dtype, dtype, broadcast)]
+        """Decodes codes and scales."""
+        codes, scales = stored
+        broadcast = functools.partial(piece.broadcast, axes=tuple(range(codes.ndim - 1)))
+        return [self.decode_row(codes, scales, self.dtype, dtype, broadcast)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +230,7 @@ class BlockCodec(Codec):
         """Shared memory for bytes of codes and of scales."""
         return [plgpu.SMEM((tokens, heads * size), jnp.uint8) for size in self.dtype.info.row_bytes(head_size)]
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any], heads: int) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
         """Loads the blocks of tokens, `[num_tokens, num_blocks, pairs]`: words of two elements, or two arrays."""
         num_blocks = staged[1].shape[1]
         shape = num_tokens, num_blocks, self.pairs
@@ -213,7 +265,11 @@ CODECS: dict[KVCacheDType, Codec] = {
         *(Codec(dtype, 1024) for dtype in (KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16)),
         *(Codec(dtype, 2048) for dtype in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)),
         # Not measured but for fp8.
-        *(RowCodec(dtype, 2048) for dtype in (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)),
+        *(
+            RowCodec(dtype, 2048, arithmetic.encode_per_token_head, decoding.decode_per_token_head)
+            for dtype in (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)
+        ),
+        RowCodec(KVCacheDType.FP8_DS_MLA, 2048, arithmetic.encode_fp8_ds_mla, decoding.decode_fp8_ds_mla),
         # 2,048 where the elements of a token are a power of two, and more for head sizes such as 96.
         BlockCodec(KVCacheDType.NVFP4, 3072, nvfp4.encode_nvfp4, decoding.decode_nvfp4),
         # Two candidates for each block scale share more between tokens.
@@ -225,19 +281,26 @@ DTYPES = frozenset(dtype for dtype in STORED_KV_CACHE_DTYPES if all(part in CODE
 """Dtypes of the caches that kernels write and gather."""
 
 
-def codecs_of(spec: AttentionSpec) -> tuple[Codec, Codec]:
-    """The codecs of keys and of values; raises `UnsupportedError` for a dtype that no kernel writes or gathers."""
+def codecs_of(spec: AttentionSpec) -> tuple[Codec, ...]:
+    """The codecs of keys and of values, or of latents and of rope keys; the latter may have no elements and no codec.
+
+    Raises:
+      UnsupportedError: no kernel writes or gathers the dtype.
+    """
     if reason := why_not_dtype(spec):
         raise UnsupportedError(reason)
-    keys, values = (CODECS[part] for part in spec.dtype.parts)
-    return keys, values
+    in_bytes = [spec.stores_scales and not part.is_quantized for part in spec.parts]
+    return tuple(
+        BytesCodec(part, 4096) if is_in_bytes else CODECS[part]
+        for part, size, is_in_bytes in zip(spec.parts, spec.part_sizes, in_bytes, strict=True)
+        if size
+    )
 
 
 def why_not_dtype(spec: AttentionSpec) -> str | None:
     """Why no kernel writes or gathers the dtype of a spec; None where one does."""
-    if spec.is_mla:
-        return "no kernel writes or gathers latents (MLA)"
-    return None if spec.dtype in DTYPES else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
+    is_served = spec.is_mla or spec.dtype in DTYPES
+    return None if is_served else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
 
 
 def why_not_pages(spec: AttentionSpec, target: Target | None = None) -> str | None:

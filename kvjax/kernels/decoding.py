@@ -50,6 +50,15 @@ def decode_per_token_head(
     return cast(_product(values, broadcast(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
 
 
+def decode_fp8_ds_mla(
+    codes: jax.Array, scales: jax.Array, stored: KVCacheDType, dtype: DType, broadcast: Callable[..., jax.Array]
+) -> jax.Array:
+    """`kvjax.quant.decode_fp8_ds_mla` of blocks, cast to `dtype`; takes what `decode_per_token_head` does."""
+    values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
+    products = quant.normal(values * broadcast(lax.bitcast_convert_type(scales, jnp.float32)))
+    return cast(quant.with_canonical_nan(products) if compat.interpreting() else products, dtype)
+
+
 def decode_nvfp4(
     data: jax.Array,
     block_scales: jax.Array,

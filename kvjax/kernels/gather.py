@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
@@ -33,9 +34,10 @@ from kvjax.kernels.memory import (
     PageMemory,
     Pages,
     RowScaleMemory,
-    page_dtype,
+    page_arguments,
     scale_arguments,
     scales_of,
+    why_not_elements,
     with_origin,
 )
 from kvjax.kernels.page_tokens import GatherOperand, PageTokens, decode_tokens
@@ -63,7 +65,7 @@ class GatherConfig:
     @classmethod
     def choose(cls, spec: AttentionSpec, dtype: DType) -> GatherConfig:
         """As many tokens as `PROGRAM_BYTES` hold, rounded down to a power of two, which threads divide evenly."""
-        token_bytes = spec.num_kv_heads * (spec.head_size + spec.head_size_v) * np.dtype(dtype).itemsize
+        token_bytes = spec.num_kv_heads * sum(spec.part_sizes) * np.dtype(dtype).itemsize
         least = SWIZZLE_TOKENS if spec.is_swizzled else 1
         most = max(least, PROGRAM_BYTES // token_bytes)
         return cls(math.gcd(spec.block_size, 1 << most.bit_length() - 1))
@@ -139,7 +141,7 @@ def gather(
             table = table._replace(layer=others[0][0], num_layers=num_layers)
         _gather_tokens(table, seq_lens, operands, spec, config, dtype)
 
-    outputs = _dense_types(spec, num_entries * spec.block_size, dtype)
+    outputs = dense_types(spec, num_entries * spec.block_size, dtype)
     kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=outputs)
     results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages, *layers)
     dims = num_seqs, max_blocks * spec.block_size, spec.num_kv_heads
@@ -153,12 +155,12 @@ def gather(
 @with_origin
 def any_count(
     spec: AttentionSpec,
-    pages: tuple[PageMemory, PageMemory],
+    pages: tuple[PageMemory, ...],
     dtype: DType,
     scale_sizes: tuple[int, int],
     scale_pages: RowScaleMemory = (None, None),
 ) -> AnyCount:
-    """The gather from caller-owned memory, given for keys and for values.
+    """The gather from caller-owned memory, given for keys and for values, or for latents and for rope keys if any.
 
     The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
     dense keys and values. Of keys or values that have a scale for each token and head, k_scale or v_scale is the memory
@@ -166,8 +168,10 @@ def any_count(
     next.
 
     Raises:
-      UnsupportedError: no kernel decodes the dtype.
+      UnsupportedError: no kernel decodes the dtype, or reads elements at such addresses.
     """
+    if reason := why_not_elements(spec, pages):
+        raise UnsupportedError(f"gather_kv: {reason}")
     codecs = codecs_of(spec)
     config = GatherConfig.choose(spec, dtype)
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
@@ -178,7 +182,7 @@ def any_count(
         operands = [
             GatherOperand(codec, memory.pages(arrays[name]), scale, arrays[dense_name], of_token)
             for codec, memory, name, scale, dense_name, of_token in zip(
-                codecs, pages, PAGES, scales, dense_names, of_tokens, strict=True
+                codecs, pages, PAGES, scales, dense_names, of_tokens, strict=False
             )
         ]
         table = Table(arrays["block_table"], counts["max_blocks"], counts["table_stride"], counts["last_block"])
@@ -192,14 +196,14 @@ def any_count(
             Argument("block_table", indices),
             Argument("seq_lens", indices),
             *scale_arguments(spec, scale_sizes, scale_pages),
-            *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+            *page_arguments(spec, pages),
             # The body assumes that results, which are new arrays, are aligned as JAX's are.
             *(
                 Argument(name, dense)
-                for name, dense in zip(dense_names, _dense_types(spec, ANY_LENGTH, dtype), strict=True)
+                for name, dense in zip(dense_names, dense_types(spec, ANY_LENGTH, dtype), strict=False)
             ),
         ),
-        writes=dense_names,
+        writes=dense_names[: len(codecs)],
         num_programs=lambda num_entries: num_entries * (spec.block_size // config.tokens),
     )
 
@@ -207,11 +211,11 @@ def any_count(
 _kernel = functools.partial(compat.program_kernel, "gather_kv")
 
 
-def _dense_types(spec: AttentionSpec, num_tokens: int, dtype: DType) -> tuple[jax.ShapeDtypeStruct, ...]:
+def dense_types(spec: AttentionSpec, num_tokens: int, dtype: DType) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The kernel's results for keys and for values."""
     dims = num_tokens, spec.num_kv_heads
     return tuple(
-        codec.dense_type(dims, size, dtype) for codec, size in zip(codecs_of(spec), spec.head_sizes, strict=True)
+        codec.dense_type(dims, size, dtype) for codec, size in zip(codecs_of(spec), spec.part_sizes, strict=False)
     )
 
 

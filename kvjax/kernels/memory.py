@@ -64,9 +64,12 @@ class RowMemory:
         return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *rows.shape[1:]), rows.dtype))
 
 
-def page_dtype(spec: AttentionSpec) -> DType:
-    """The dtype of references to pages: elements, or bytes where pages also hold scales."""
-    return spec.array_dtype if spec.stores_scales else spec.storage_dtype
+def page_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
+    """The dtypes of references to keys and to values in pages: elements, or bytes of what is beside scales."""
+    keys, values = (
+        spec.array_dtype if spec.stores_scales and part.is_quantized else part.info.storage_dtype for part in spec.parts
+    )
+    return keys, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,16 @@ class PageMemory:
     def pages(self, ref: Ref) -> Pages:
         """The pages in a kernel."""
         return Pages(ref, self.regions, self.alignment)
+
+
+def why_not_elements(spec: AttentionSpec, pages: Sequence[PageMemory]) -> str | None:
+    """Why no kernel reads elements of `page_dtypes` in pages: their addresses are no multiples of their size."""
+    for memory, dtype in zip(pages, page_dtypes(spec), strict=False):
+        places = {memory.alignment, memory.page_stride}
+        places |= {place for each in memory.regions for place in (each.base, each.token_stride)}
+        if any(place % dtype.itemsize for place in places):
+            return f"got rows of {dtype} at addresses that {dtype.itemsize} does not divide"
+    return None
 
 
 class Argument(NamedTuple):
@@ -218,6 +231,12 @@ SCALES = ("k_scale", "v_scale")
 """Names of the arguments for scales."""
 
 
+def page_arguments(spec: AttentionSpec, pages: Sequence[PageMemory]) -> list[Argument]:
+    """The arguments for pages that are read."""
+    named = zip(PAGES, page_dtypes(spec), strict=True)
+    return [memory.argument(*each) for memory, each in zip(pages, named, strict=False)]
+
+
 def scale_argument(name: str, size: int) -> Argument:
     """One scale, or one for each head."""
     return Argument(name, jax.ShapeDtypeStruct((size,), jnp.float32))
@@ -233,7 +252,7 @@ def row_scale_arguments(spec: AttentionSpec, memory: RowScaleMemory) -> list[Arg
     Raises:
       ValueError: `memory` is missing for keys or values with a scale for each token and head, or given for others.
     """
-    if [part.info.has_row_scales for part in spec.dtype.parts] != [each is not None for each in memory]:
+    if [part.info.has_row_scales for part in spec.parts] != [each is not None for each in memory]:
         raise ValueError(f"{memory=} does not fit {spec.dtype}")
     named = zip(SCALES, memory, strict=True)
     return [each.argument(name, spec.array_dtype) for name, each in named if each is not None]

@@ -21,11 +21,14 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.aliases import DType, Layout, Ref, Scalar
-from kvjax.kernels.codecs import Codec
+from kvjax.kernels.codecs import Codec, RowCodec
 from kvjax.kernels.memory import Pages
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
+
+WORD_BYTES = 4
+"""Bytes of a float32 scale."""
 
 MAX_PIECES_LOADED = 9
 """Maximum number of pieces in registers at once. Swizzled values have many: this is the keys and half of the values
@@ -41,6 +44,7 @@ class GatherOperand(NamedTuple):
       scale: reference to their decode scale, or a scalar; None where each token and head has a scale.
       dense: the result, `ref[tokens, heads, ...]`.
       scale_pages: the pages of the scales of each token and head, where those are not in `pages`.
+      alignment: of the result's tokens, in bytes.
     """
 
     codec: Codec
@@ -48,6 +52,7 @@ class GatherOperand(NamedTuple):
     scale: Scalar
     dense: Ref
     scale_pages: Pages | None = None
+    alignment: int = MAX_VECTOR_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,37 +136,64 @@ class PageTokens(NamedTuple):
 
 
 def decode_tokens(operands: Sequence[GatherOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
-    """Stores a program's tokens, as elements of `dtype`.
+    """Stores a program's tokens of one page, as elements of `dtype`; reads nothing if all of them are zeros.
 
     `operands` are keys and values, whose `dense` are the places of these tokens alone; the pages are those of a spec.
     """
+    pieces = decoded_pieces(operands, tokens, spec, dtype)
+
+    @pl.when(tokens.num_valid > 0)
+    def _() -> None:
+        store_pieces(pieces)
+
+    @pl.when(tokens.num_valid <= 0)
+    def _() -> None:
+        for each in pieces:
+            each.piece.store_zeros()
+
+
+class DecodedPiece(NamedTuple):
+    """A piece, what decodes it, how many tokens of its page are read at most, and the first that is not zero."""
+
+    piece: Piece
+    decode: Callable[..., list[jax.Array]]
+    num_valid: jax.Array
+    first_valid: Any
+
+
+def store_pieces(pieces: Sequence[DecodedPiece]) -> None:
+    """Decodes and stores pieces; loads as many as registers hold before it uses any."""
+    for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
+        loaded = [each.piece.load() for each in batch]
+        for (piece, decode, num_valid, first), stored in zip(batch, loaded, strict=True):
+            piece.store(decode(stored), num_valid, first)
+
+
+def decoded_pieces(
+    operands: Sequence[GatherOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType
+) -> list[DecodedPiece]:
+    """The pieces of tokens of a page; takes what `decode_tokens` does."""
     page, token, num_tokens, num_valid, first_valid = tokens
-    pieces: list[tuple[Piece, Callable[..., list[jax.Array]], Any]] = []
-    for (codec, pages, scale, dense, scale_pages), first in zip(operands, first_valid, strict=True):
+    pieces = []
+    for operand, first in zip(operands, first_valid, strict=False):
+        codec, pages, scale, _, scale_pages, _ = operand
         data, *scales = pages.regions
         stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
-        if codec.dtype.info.has_row_scales:
+        if isinstance(codec, RowCodec):
             source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
-            stored.append(functools.partial(_load_token_scales, *source, page, token, spec, num_tokens))
+            dims = *stored[0].shape[:2], *codec.blocks(stored[0].shape[2])
+            stored = [stored[0].reshape(*dims) if len(dims) > 3 else stored[0]]
+            stored.append(functools.partial(_load_word_scales, *source, page, token, dims[:-1]))
         else:
             stored += [_tokens_of_page(pages, page, token, spec, num_tokens, region) for region in scales]
         decode_scale = scale[0] if scale is not None and scale.shape == (1,) else scale
         pieces += [
-            (piece, functools.partial(codec.decode, scale=decode_scale, piece=piece, dtype=dtype), first)
-            for piece in _pieces(stored, dense, pages)
+            DecodedPiece(
+                piece, functools.partial(codec.decode, scale=decode_scale, piece=piece, dtype=dtype), num_valid, first
+            )
+            for piece in _pieces(stored, operand)
         ]
-
-    @pl.when(num_valid > 0)
-    def _() -> None:
-        for batch in itertools.batched(pieces, MAX_PIECES_LOADED):
-            loaded = [piece.load() for piece, _, _ in batch]
-            for (piece, decode, first), stored in zip(batch, loaded, strict=True):
-                piece.store(decode(stored), num_valid, first)
-
-    @pl.when(num_valid <= 0)
-    def _() -> None:
-        for piece, _, _ in pieces:
-            piece.store_zeros()
+    return pieces
 
 
 def _tokens_of_page(
@@ -185,26 +217,23 @@ def _tokens_of_page(
     return page.at[pl.ds(token, num_tokens), :, pl.ds(offset, row)]
 
 
-def _load_token_scales(
-    pages: Pages,
-    region: PageRegion,
-    number: jax.Array,
-    token: jax.Array,
-    spec: AttentionSpec,
-    num_tokens: int,
-    layout: Layout,
+def _load_word_scales(
+    pages: Pages, region: PageRegion, number: jax.Array, token: jax.Array, shape: tuple[int, ...], layout: Layout
 ) -> jax.Array:
-    """The scales of `num_tokens` tokens of a page, from `token` on, as int32 `[num_tokens, num_kv_heads]`."""
-    shape, start = (num_tokens, spec.num_kv_heads), region.base + token * region.token_stride
-    of_token, of_head = (compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout) for axis in (0, 1))
-    columns = of_token * region.token_stride + of_head * region.head_stride + start
+    """The scales, int32 `shape`, of tokens of a page from `token` on: of heads, or of the blocks of their rows."""
+    strides = region.token_stride, region.head_stride, WORD_BYTES
+    columns = compat.layout_cast(jnp.full(shape, region.base + token * region.token_stride), layout)
+    for axis in range(len(shape)):
+        index = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, axis), layout)
+        columns += index * strides[axis]
     alignment = math.gcd(pages.alignment, region.base, region.token_stride, region.head_stride)
     return warpgroups.load_words(pages.ref, number, columns, alignment, layout)
 
 
-def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
-    """The pieces of a program's keys or values, given its tokens in each region and in the result."""
-    max_vector = _max_vector(stored[0], dense, pages)
+def _pieces(stored: Sequence[Any], operand: GatherOperand) -> Iterator[Piece]:
+    """The pieces of a program's keys or values, given its tokens in each region."""
+    pages, dense = operand.pages, operand.dense
+    max_vector = _max_vector(stored[0], operand)
 
     def piece(stored: Sequence[Any], dense: Any, *tokens: int) -> Piece:
         shape = stored[0].shape
@@ -239,9 +268,10 @@ def _pieces(stored: Sequence[Any], dense: Any, pages: Pages) -> Iterator[Piece]:
         yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
 
 
-def _max_vector(stored: Any, dense: Any, pages: Pages) -> int:
+def _max_vector(stored: Any, operand: GatherOperand) -> int:
     """Maximum number of elements of a vector load and store: 16 bytes, where everything is aligned to them."""
-    itemsizes = [jnp.dtype(x.dtype).itemsize for x in (stored, dense)]
-    region = pages.regions[0]
+    itemsize, dense_itemsize = (jnp.dtype(x.dtype).itemsize for x in (stored, operand.dense))
+    region, pages = operand.pages.regions[0], operand.pages
     alignment = math.gcd(MAX_VECTOR_BYTES, pages.alignment, region.base, region.token_stride, region.head_stride)
-    return max(1, min(alignment // itemsizes[0], MAX_VECTOR_BYTES // max(itemsizes)))
+    most = min(MAX_VECTOR_BYTES // itemsize, math.gcd(MAX_VECTOR_BYTES, operand.alignment) // dense_itemsize)
+    return max(1, min(alignment // itemsize, most))

@@ -16,15 +16,16 @@ THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
 
 
-def lane_layout(shape: Sequence[int], max_vector: int, *, whole_rows: bool = False) -> Layout:
+def lane_layout(shape: Sequence[int], max_vector: int, *, min_vector: int = 1, whole_rows: bool = False) -> Layout:
     """A register layout in which each thread holds vectors of up to `max_vector` elements along the last axis.
 
     Threads are distributed over the last axis first and then over the ones before it, as far as powers of two divide
-    them. Vectors are shorter where threads would otherwise be idle. Threads that are left over hold, and store, copies
-    of what others hold. With `whole_rows` each row along the last axis is in one warp, which can reduce it alone.
+    them. Vectors are shorter, down to `min_vector`, where threads would otherwise be idle. Threads that are left over
+    hold, and store, copies of what others hold. With `whole_rows` each row along the last axis is in one warp, which
+    can reduce it alone.
     """
     parts = [size & -size for size in shape]
-    vector = min(parts[-1], max_vector, max(1, math.prod(parts) // THREADS))
+    vector = min(parts[-1], max_vector, max(min_vector, math.prod(parts) // THREADS))
     parts[-1] //= vector
     lanes: list[int] = []
     warps: list[int] = []

@@ -13,6 +13,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages, pages_of
+from kvjax.kernels import gather_rows as kernel
+from kvjax.kernels.memory import page_dtypes
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -27,7 +29,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
 from kvjax.ops.prompts import RowSequences
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
 from kvjax.ops.values import check_cumulative, check_sequences, check_starts, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_int
@@ -65,7 +67,7 @@ def gather_mla(
         1.
       dtype: float32, float16 or bfloat16, of the results; default: the storage dtype of an unquantized layer, else the
         spec's `model_dtype`. Decoding is in float32 and rounds once.
-      implementation: `"xla"`, or `None` to choose; there is no kernel.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Returns:
       `(kv_c, k_pe)`: `[num_tokens, kv_lora_rank]` and `[num_tokens, qk_rope_head_dim]`.
@@ -145,24 +147,55 @@ def _gather_xla(
       `[1, num_tokens, kv_lora_rank]` and `[1, num_tokens, qk_rope_head_dim]`. The first dimension is that of the shares
       of the cache's blocks.
     """
-    block_table, seq_lens, starts, ends, layer, scale = _Ranges._make(arrays)
-    spec = cache.spec
-    if not num_tokens or not block_table.size:
-        return tuple(jnp.zeros((1, num_tokens, size), dtype) for size in spec.part_sizes)  # type: ignore[return-value]
-    rows = RowSequences.of(num_tokens, starts, ends)
-    position = seq_lens[rows.seq] - (ends[rows.seq] - jnp.arange(num_tokens))
-    column = position // spec.block_size
-    block = block_table[rows.seq, jnp.clip(column, 0, block_table.shape[1] - 1)]
-    page = pages_of(cache, layer, block, otherwise=-1)
-    there = rows.is_any & (position >= 0) & (column < block_table.shape[1]) & (page >= 0)
-    tokens = _token_rows(cache, page, position % spec.block_size)
+    ranges, spec = _Ranges._make(arrays), cache.spec
+    if not num_tokens or not ranges.block_table.size:
+        return _no_rows(spec, num_tokens, dtype)
+    page, token = _places(cache, ranges, num_tokens)
+    tokens = _token_rows(cache, page, token)
     alone = dataclasses.replace(spec, block_size=1, page_size_padded=None)
 
     def decode(index: int) -> jax.Array:
-        dense = decode_rows(page_rows(tokens, alone, index), spec.parts[index], scale, dtype)
-        return jnp.where(there[:, None], dense.reshape(num_tokens, -1), jnp.zeros((), dtype))[None]
+        dense = decode_rows(page_rows(tokens, alone, index), spec.parts[index], ranges.scale, dtype)
+        return jnp.where(page[:, None] >= 0, dense.reshape(num_tokens, -1), jnp.zeros((), dtype))[None]
 
     return decode(KEYS), decode(VALUES)
+
+
+def _gather_mosaic(
+    cache: KVCache, *arrays: jax.Array | None, num_tokens: int, dtype: np.dtype[Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers with the kernel; takes and returns what `_gather_xla` does."""
+    ranges, spec = _Ranges._make(arrays), cache.spec
+    if not num_tokens or not ranges.block_table.size:
+        return _no_rows(spec, num_tokens, dtype)
+    pages, scale = flat_pages(cache), ranges.scale.reshape(1)
+    rows = kernel.RowArrays(*_places(cache, ranges, num_tokens), scale, scale)
+    views = [from_array_dtype(pages, each) for each in page_dtypes(spec)]
+    kv_c, *k_pe = (x[None] for x in kernel.gather_rows(views, rows, spec, dtype))
+    return kv_c, k_pe[0] if k_pe else kv_c[..., :0]
+
+
+def _places(cache: KVCache, ranges: _Ranges, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the page of each row's token, -1 for none, and its index there, int32 `[num_tokens]`."""
+    block_table, seq_lens, starts, ends, layer, _ = ranges
+    block_size = cache.spec.block_size
+    rows = RowSequences.of(num_tokens, starts, ends)
+    position = seq_lens[rows.seq] - (ends[rows.seq] - jnp.arange(num_tokens))
+    column = position // block_size
+    block = block_table[rows.seq, jnp.clip(column, 0, block_table.shape[1] - 1)]
+    there = rows.is_any & (position >= 0) & (column < block_table.shape[1])
+    page = jnp.where(there, pages_of(cache, layer, block, otherwise=-1), -1)
+    return page.astype(jnp.int32), (position % block_size).astype(jnp.int32)
+
+
+def _types(cache: KVCache, *_: Any, num_tokens: int, dtype: np.dtype[Any]) -> Any:
+    """Returns the types of the results of `_gather_xla`."""
+    return tuple(jax.ShapeDtypeStruct((1, num_tokens, size), dtype) for size in cache.spec.part_sizes)
+
+
+def _no_rows(spec: AttentionSpec, num_tokens: int, dtype: np.dtype[Any]) -> tuple[jax.Array, jax.Array]:
+    kv_c, k_pe = (jnp.zeros((1, num_tokens, size), dtype) for size in spec.part_sizes)
+    return kv_c, k_pe
 
 
 def _token_rows(cache: KVCache, page: jax.Array, token: jax.Array) -> jax.Array:
@@ -199,6 +232,9 @@ def _own_sequences(
 _IMPLEMENTATIONS = select.Candidates(
     parameters=("cache", *_Ranges._fields),
     xla=_gather_xla,
+    mosaic=_gather_mosaic,
+    results=_types,
+    why_not_mosaic=kernel.why_not,
     signature=Signature(
         arguments=("sequences blocks_in_order", "sequences", "sequences", "sequences", "", ""),
         results=("blocks tokens kv_lora_rank", "blocks tokens qk_rope_head_dim"),

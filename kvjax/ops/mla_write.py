@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ from kvjax.ops.arguments import (
     check_latents,
 )
 from kvjax.ops.values import check_slots, is_checked
-from kvjax.ops.write import WriteTokens, own_slots, write_xla
+from kvjax.ops.write import WriteTokens, own_slots, why_not_write, write_mosaic, write_xla, written
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool
 
@@ -54,7 +57,7 @@ def concat_and_cache_mla(
       scale: positive float32 decode scale (`value = stored * scale`), a scalar: of latents and rope keys of fp8_e4m3,
         of NVFP4 latents. Default: the cache's `k_scale`, or 1. Other dtypes ignore it.
       unique_slots: promises that no two written tokens share a slot. If two do, the bytes of that slot are undefined.
-      implementation: `"xla"`, or `None` to choose; there is no kernel.
+      implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or scale; the message names it. Also for a cache of
@@ -83,25 +86,21 @@ def concat_and_cache_mla(
     return dataclasses.replace(given, kv=kv)
 
 
-def _concat_xla(
-    cache: KVCache,
-    kv_c: jax.Array,
-    k_pe: jax.Array,
-    slot_mapping: jax.Array,
-    layer: jax.Array | None,
-    scale: jax.Array,
-    *,
-    unique_slots: bool,
+def _concat(
+    write: Callable[..., jax.Array], cache: KVCache, kv_c: jax.Array, k_pe: jax.Array, *others: Any, **options: Any
 ) -> jax.Array:
-    """Writes in XLA, from checked arguments; returns the pages."""
-    latents, rope_keys = (jnp.expand_dims(x, 1) for x in (kv_c, k_pe))  # of one head
-    tokens = WriteTokens(latents, rope_keys, slot_mapping, layer, scale, scale)
-    return write_xla(cache, *tokens, unique_slots=unique_slots)
+    """Writes checked arguments as keys and values of one head; returns the pages."""
+    slot_mapping, layer, scale = others
+    tokens = WriteTokens(jnp.expand_dims(kv_c, 1), jnp.expand_dims(k_pe, 1), slot_mapping, layer, scale, scale)
+    return write(cache, *tokens, **options)
 
 
 _IMPLEMENTATIONS = select.Candidates(
     parameters=("cache", "kv_c", "k_pe", "slot_mapping", "layer", "scale"),
-    xla=_concat_xla,
+    xla=functools.partial(_concat, write_xla),
+    mosaic=functools.partial(_concat, write_mosaic),
+    results=written,
+    why_not_mosaic=why_not_write,
     signature=Signature(
         arguments=("tokens kv_lora_rank", "tokens qk_rope_head_dim", "tokens", "", ""), results=CACHE, own=own_slots
     ),

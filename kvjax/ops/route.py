@@ -149,4 +149,4 @@ def _why_no_prompts(spec: AttentionSpec, query: Query, why_no_prompt_kernel: str
             "without the prompt kernel, results of sequences with more than decode_q_len query tokens depend on the"
             " batch; batch_invariant=True needs max_prompts=0"
         )
-    return why_not_pages(spec)
+    return why_no_prompt_kernel if spec.is_mla else why_not_pages(spec)

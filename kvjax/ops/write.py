@@ -207,7 +207,8 @@ def write_mosaic(
     return kv if rotated is None else (query, kv)
 
 
-def _written(cache: KVCache, *_: Any, **__: Any) -> Any:
+def written(cache: KVCache, *_: Any, **__: Any) -> Any:
+    """Returns the types of a write's results."""
     return cache.kv
 
 
@@ -235,7 +236,7 @@ _IMPLEMENTATIONS = select.Candidates(
     parameters=("cache", *WriteTokens._fields),
     xla=write_xla,
     mosaic=write_mosaic,
-    results=_written,
+    results=written,
     why_not_mosaic=why_not_write,
     signature=Signature(
         arguments=("tokens heads head_size", "tokens heads head_size", "tokens", "", "heads", "heads"),

@@ -54,6 +54,7 @@ TORCH_LAYERS = (
     "attention",
     "mla",
     "ops",
+    "start_up",
     "hadamard",
     "exact_window",
     "window_attention",

@@ -29,6 +29,7 @@ from kvjax_torch.arguments.plan import (
     Limits,
     RaggedPlan,
     ReadTensors,
+    RowTensors,
     SoftmaxOptions,
     WritePlan,
     WriteTensors,
@@ -88,7 +89,7 @@ def latent_write_plan(
         kvjax.check_slots(slots, kv_cache.shape[0] * cache.spec.block_size)
     latents, rope_keys = _halves(kv_cache, cache)
     tensors = WriteTensors(kv_c[:, None], k_pe[:, None], latents, rope_keys, slot_mapping, scale, scale)
-    return WritePlan(cache.as_keys_and_values, kv_c.dtype, slot_mapping.dtype, (1, 1)), tensors
+    return WritePlan(cache, kv_c.dtype, slot_mapping.dtype, (1, 1)), tensors
 
 
 def latent_gather_plan(
@@ -97,8 +98,8 @@ def latent_gather_plan(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     starts: torch.Tensor | None,
-) -> tuple[GatherPlan, ReadTensors]:
-    """The plan of a `gather_and_maybe_dequant_cache` call: of one sequence whose blocks are single tokens.
+) -> tuple[GatherPlan, RowTensors]:
+    """The plan of a `gather_and_maybe_dequant_cache` call, and its tensors.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
@@ -139,12 +140,9 @@ def latent_gather_plan(
     cache = _checked_cache(pages, sizes, "src_cache")
     if kvjax.is_checked():
         _check_ranges(block_table, cu_seq_lens, starts, num_tokens, (kv_cache.shape[0], cache.spec.block_size))
-    table = _slots_of_rows(rows, block_table, cu_seq_lens, starts, (kv_cache.shape[0], cache.spec.block_size))
-    tokens, table = _single_tokens(kv_cache, table)
-    single = latent_cache(Facts.of(tokens), dtype, sizes)
-    halves = _halves(tokens, single)
-    tensors = ReadTensors(*halves, table[None], table.new_full((1,), num_tokens), scale, scale)
-    return GatherPlan(single.as_keys_and_values, dst.dtype, (1, 1)), tensors
+    block, token = _places_of_rows(rows, block_table, cu_seq_lens, starts, (kv_cache.shape[0], cache.spec.block_size))
+    tensors = RowTensors(*_halves(kv_cache, cache), block, token, scale, scale, dst[:num_tokens])
+    return GatherPlan(cache, dst.dtype, (1, 1)), tensors
 
 
 def latent_attention_plan(
@@ -333,18 +331,18 @@ def _sizes_of(dtype: KVCacheDType, row_bytes: int, width: int) -> tuple[int, int
     )
 
 
-def _slots_of_rows(
+def _places_of_rows(
     rows: GatheredRows,
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     starts: torch.Tensor | None,
     blocks: tuple[int, int],
-) -> torch.Tensor:
-    """The slot of each row of a gather, int64 `[num_tokens]`, -1 for none; on a GPU without waiting for it."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block of each row's token, -1 for none, and its index there, int64 `[num_tokens]`; without waiting."""
     num_seqs, max_blocks = block_table.shape
     row = torch.arange(rows.num_tokens, device=block_table.device)
     if not num_seqs or not max_blocks:
-        return torch.full_like(row, -1)
+        return torch.full_like(row, -1), row
     bounds = cu_seq_lens.to(torch.int64)
     if rows.token_to_seq is None:
         seq = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=num_seqs - 1)
@@ -359,18 +357,7 @@ def _slots_of_rows(
     is_token &= column < max_blocks
     entry = block_table[seq, column.clamp(0, max_blocks - 1)].to(torch.int64)
     is_token &= (entry >= 0) & (entry < num_blocks)
-    return torch.where(is_token, entry * block_size + position % block_size, -1)
-
-
-def _single_tokens(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache with a block for each token, and the blocks of slots; where blocks have gaps a copy of these tokens."""
-    num_blocks, block_size, row = kv_cache.shape
-    if num_blocks == 1 or kv_cache.stride(0) == block_size * row:
-        return kv_cache.as_strided((num_blocks * block_size, 1, row), (row, row, 1)), slots
-    own = slots.clamp(min=0)
-    tokens = kv_cache.view(torch.uint8)[own // block_size, own % block_size].view(kv_cache.dtype)
-    index = torch.arange(slots.shape[0], device=slots.device)
-    return tokens[:, None], torch.where(slots < 0, -1, index)
+    return torch.where(is_token, entry, -1), position % block_size
 
 
 def _check_ranges(

@@ -53,6 +53,28 @@ class ReadTensors(NamedTuple):
         return self.key_cache.shape[0]
 
 
+class RowTensors(NamedTuple):
+    """The tensors of a gather of any tokens, one for each row of a result.
+
+    Attributes:
+      key_cache: keys, or latents.
+      value_cache: values, or rope keys.
+      block: int64 `[num_rows]`, the block of each row's token; -1 for none, whose row is zeros.
+      token: int64 `[num_rows]`, its index in the block.
+      k_scale: the layer's scale.
+      v_scale: likewise.
+      dst: `[num_rows, size]`, the rows to fill: keys, then values.
+    """
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block: torch.Tensor
+    token: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    dst: torch.Tensor
+
+
 class LatentQuery(NamedTuple):
     """The query of attention over latents (MLA).
 
@@ -128,17 +150,10 @@ class CachePlan:
     values: BlockRows
     scales: tuple[BlockRows, BlockRows] | None = None
 
-    @functools.cached_property
-    def as_keys_and_values(self) -> CachePlan:
-        """The same rows for writes and gathers: latents and rope keys of one dtype are keys and values of two sizes.
-
-        Where their dtypes differ, or there are no rope keys, no spec of keys and values has such rows.
-        """
-        spec = self.spec
-        if not spec.is_mla or spec.parts != (spec.dtype, spec.dtype) or not spec.part_sizes[1]:
-            return self
-        pairs = kvjax.FullAttentionSpec(spec.block_size, 1, *spec.part_sizes, dtype=spec.dtype)
-        return dataclasses.replace(self, spec=pairs)
+    @property
+    def num_parts(self) -> int:
+        """2: keys and values, or latents and rope keys; 1 for latents without rope keys."""
+        return 1 + (self.spec.part_sizes[1] > 0)
 
     @functools.cached_property
     def last_value_start(self) -> int:
@@ -153,7 +168,7 @@ class CachePlan:
         )
         return stride - max(ends)
 
-    def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def scale_tensors(self, tensors: WriteTensors | ReadTensors | RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.
 
         Each is the cache if its rows hold a scale for each token and head, else `k_scale` or `v_scale`.

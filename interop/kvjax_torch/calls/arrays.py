@@ -61,13 +61,14 @@ def runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
     token_stride, head_stride, _ = x.stride()
     is_run = (num_heads == 1 or head_stride == size) and token_stride >= num_heads * size
     packed = num_heads * size * x.element_size()
-    alignment = _row_alignment(x.data_ptr() | token_stride * x.element_size())
-    if is_run and alignment >= min(COPIED_BELOW, _row_alignment(packed)):
+    alignment = row_alignment(x.data_ptr() | token_stride * x.element_size())
+    if is_run and alignment >= min(COPIED_BELOW, row_alignment(packed)):
         return x, alignment
-    return x[:num_tokens].clone(memory_format=torch.contiguous_format), _row_alignment(packed)
+    return x[:num_tokens].clone(memory_format=torch.contiguous_format), row_alignment(packed)
 
 
-def _row_alignment(places: int) -> int:
+def row_alignment(places: int) -> int:
+    """The alignment of rows at these places, bytes or-ed together, that kernels are compiled for."""
     return next(alignment for alignment in ROW_ALIGNMENTS if not places % alignment)
 
 
@@ -102,15 +103,17 @@ def page_alignment(cache: torch.Tensor) -> int:
     return places & -places
 
 
-def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, kernels.PageMemory]:
-    """The pages of keys and of values; of rows with a scale for each token and head without these."""
-    keys, values = (
+def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, ...]:
+    """The pages of keys and of values, or of the parts of latents; of rows with a scale for each token and head without
+    these.
+    """
+    every = tuple(
         _memory(cache.spec, name, _part(rows, 0) if of_rows else rows, alignment)
         for name, rows, of_rows, alignment in zip(
             ("key_cache", "value_cache"), (cache.keys, cache.values), _have_row_scales(cache), alignments, strict=True
         )
     )
-    return keys, values
+    return every[: cache.num_parts]
 
 
 def scale_memory(

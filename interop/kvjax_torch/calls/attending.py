@@ -149,7 +149,8 @@ def attention_calls(
 
 @functools.lru_cache(maxsize=1024)
 def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
-    keys, values = page_memory(plan.cache, places.alignments)
+    keys, *others = page_memory(plan.cache, places.alignments)
+    values = others[0] if others else keys
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
         values = dataclasses.replace(keys, regions=regions)

@@ -24,7 +24,7 @@ from kvjax_torch.launch.running import Call
 
 
 def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Call:
-    """The write of the tokens of a `reshape_and_cache_flash` call that `plan` describes."""
+    """The write of a `reshape_and_cache_flash` or `concat_and_cache_mla` call that `plan` describes."""
     return _write_call(plan, tensors, unique_slots, None)
 
 
@@ -70,13 +70,13 @@ class _RotatedInputs(NamedTuple):
 
 
 def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rotated: _RotatedInputs | None) -> Call:
-    _, _, key_cache, value_cache, slot_mapping, _, _ = tensors
-    num_tokens = slot_mapping.shape[0]
-    (key, key_alignment), (value, value_alignment) = (runs(x, num_tokens) for x in (tensors.key, tensors.value))
+    key, value, key_cache, value_cache, slot_mapping, _, _ = tensors
+    num_tokens, num_parts = slot_mapping.shape[0], plan.cache.num_parts
+    rows = [runs(x, num_tokens) for x in (key, value)[:num_parts]]
     scales = plan.cache.scale_tensors(tensors)
     kernel = _write_kernel(
         plan,
-        ((key.stride(0), key_alignment), (value.stride(0), value_alignment)),
+        tuple((x.stride(0), alignment) for x, alignment in rows),
         (page_alignment(key_cache), page_alignment(value_cache)),
         scale_alignments(plan.cache, scales),
         unique_slots,
@@ -89,7 +89,8 @@ def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rota
     counts, others = (num_tokens, last_slot), ()  # type: tuple[int, ...], tuple[torch.Tensor, ...]
     if rotated is not None:
         counts, others = (*counts, rotated.last_position), rotated.tensors
-    arrays = (slot_mapping.contiguous(), key, value, key_cache, value_cache, *others, *scale_arrays(plan.cache, scales))
+    both = *(x for x, _ in rows), *(key_cache, value_cache)[:num_parts]
+    arrays = (slot_mapping.contiguous(), *both, *others, *scale_arrays(plan.cache, scales))
     return Call(kernel, counts, arrays, num_tokens)
 
 
@@ -108,7 +109,7 @@ def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor
 @functools.lru_cache(maxsize=1024)
 def _write_kernel(
     plan: WritePlan,
-    rows: tuple[tuple[int, int], tuple[int, int]],
+    rows: tuple[tuple[int, int], ...],
     page_alignments: tuple[int, int],
     scale_alignments: ScaleAlignments,
     unique_slots: bool,
@@ -116,10 +117,9 @@ def _write_kernel(
     target: kernels.Target,
 ) -> kernels.AnyCount:
     """The kernel for keys and values with `rows`, the strides of tokens and the alignments of each."""
-    keys, values = (kernels.RowMemory(numpy_dtype(plan.dtype), *memory) for memory in rows)
     kind = kernels.WriteKind(
         plan.cache.spec,
-        (keys, values),
+        tuple(kernels.RowMemory(numpy_dtype(plan.dtype), *memory) for memory in rows),
         page_memory(plan.cache, page_alignments),
         numpy_dtype(plan.slot_dtype),
         plan.scale_sizes,

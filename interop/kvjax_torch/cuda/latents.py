@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors, WritePlan, WriteTensors
-from kvjax_torch.calls import choosing, latent_parts
+from kvjax import kernels
+from kvjax_torch.arguments.plan import (
+    AttentionPlan,
+    GatherPlan,
+    RaggedPlan,
+    ReadTensors,
+    RowTensors,
+    WritePlan,
+    WriteTensors,
+)
+from kvjax_torch.calls import choosing, gathering, writing
 from kvjax_torch.cuda import reads
+from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
 
 WORD_BYTES = 4
@@ -19,9 +30,29 @@ def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
     """`concat_and_cache_mla` of CUDA tensors that `plan` describes."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        calls = latent_parts.write_calls(plan, tensors, unique_slots)
-    for call in calls:
-        running.run(call)
+        call = writing.write_call(plan, tensors, unique_slots)
+    running.run(call)
+
+
+def compile_kernels(
+    writes: Sequence[tuple[WritePlan, WriteTensors]],
+    gather: tuple[GatherPlan, RowTensors],
+    attended: Sequence[tuple[AttentionPlan, ReadTensors]],
+    unique_slots: bool,
+) -> None:
+    """Compiles the kernels of calls that plans and tensors describe, several at once."""
+    device = gather[1].key_cache.device
+    running.check_capability(device.index)
+    whole, every = [], list[kernels.AnyCount]()
+    for plan, tensors in attended:
+        parts = reads.parts_of(plan, 1, tensors)
+        every += [kernel for part, _, _ in parts for kernel in reads.kernels_of_part(part, tensors)]
+        if not parts:  # what torch attends to is gathered
+            whole.append((dense.as_gather(plan), tensors))
+    with choosing.one_at_a_time:
+        calls = [writing.write_call(*each, unique_slots) for each in writes]
+        calls += [gathering.rows_call(*gather), *(gathering.gather_call(*each) for each in whole)]
+    running.compile_all([*every, *(call.kernel for call in calls)], device)
 
 
 def attend(

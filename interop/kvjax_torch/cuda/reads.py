@@ -8,20 +8,32 @@ from typing import Any
 import torch
 
 from kvjax import UnsupportedError, kernels
-from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors
-from kvjax_torch.calls import arrays, attending, choosing, latent_parts
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors, RowTensors
+from kvjax_torch.calls import arrays, attending, choosing, gathering
 from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
 
 
 def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gather_kv` of CUDA tensors that `plan` describes."""
+    """`gather_kv` of CUDA tensors that `plan` describes; or whole sequences of latents and rope keys, of one head."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        calls = latent_parts.gather_calls(plan, tensors)
-    for call in calls:
-        running.run(call)
-    return latent_parts.gathered(plan, calls)
+        call = gathering.gather_call(plan, tensors)
+    running.run(call)
+    keys, *values = call.tensors[-plan.cache.num_parts :]
+    return keys, values[0] if values else keys[..., :0]
+
+
+def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
+    """`gather_and_maybe_dequant_cache` of CUDA tensors that `plan` describes."""
+    running.check_capability(tensors.key_cache.get_device())
+    with choosing.one_at_a_time:
+        call = gathering.rows_call(plan, tensors)
+    running.run(call)
+    parts = tensors.dst.split(plan.cache.spec.part_sizes, dim=1)
+    for own, filled in zip(parts, call.tensors[-plan.cache.num_parts :], strict=False):
+        if own.data_ptr() != filled.data_ptr():
+            own.copy_(filled)
 
 
 def parts_of(plan: AttentionPlan, num_seqs: int, tensors: ReadTensors) -> Sequence[attending.AttentionPart]:
@@ -89,15 +101,20 @@ def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensor
     """Compiles the kernels of the parts of a call for batches of every size."""
     device = tensors.key_cache.device
     for plan, _, _ in parts:
-        places = arrays.page_places(plan.cache, tensors)
-        if (kind := (plan, places, device)) in _attends:
+        if (kind := (plan, arrays.page_places(plan.cache, tensors), device)) in _attends:
             continue
-        with choosing.one_at_a_time:
-            every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
-        running.compile_all([kernel for decode, merge, _ in every for kernel in (decode, merge)], device)
+        running.compile_all(kernels_of_part(plan, tensors), device)
         if len(_attends) >= running.REMEMBERED:
             _attends.clear()
         _attends.add(kind)
+
+
+def kernels_of_part(plan: AttentionPlan, tensors: ReadTensors) -> list[kernels.AnyCount]:
+    """The kernels of a call of one part, for batches of every size."""
+    places, device = arrays.page_places(plan.cache, tensors), tensors.key_cache.device
+    with choosing.one_at_a_time:
+        every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
+    return [kernel for decode, merge, _ in every for kernel in (decode, merge)]
 
 
 def _attend_to_pages(

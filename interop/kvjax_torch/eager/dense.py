@@ -35,7 +35,7 @@ class DenseTokens(NamedTuple):
 
 def as_gather(plan: AttentionPlan) -> GatherPlan:
     """The gather of what a call attends to, in float32."""
-    return GatherPlan(plan.cache.as_keys_and_values, torch.float32, plan.scale_sizes)
+    return GatherPlan(plan.cache, torch.float32, plan.scale_sizes)
 
 
 def keys_of_latents(latents: torch.Tensor, rope_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,6 +30,7 @@ from kvjax_torch.arguments.plan import (
     ReadTensors,
     RopeInputs,
     RopePlan,
+    RowTensors,
     WritePlan,
     WriteTensors,
 )
@@ -96,25 +97,50 @@ def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.
 
 def _decoded(plan: GatherPlan, tensors: ReadTensors, is_there: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`gather` of a quantized cache: the tokens `is_there`, bool `[num_seqs, max_len]`, between zeros."""
-    key_cache, _, block_table, _, k_scale, v_scale = tensors
-    spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
+    key_cache, _, block_table, *_ = tensors
+    spec = plan.cache.spec
     seq, position = is_there.nonzero(as_tuple=True)
     block = block_table[seq, position // spec.block_size].to(torch.int64)
     slot = block * spec.block_size + position % spec.block_size
-    staged = key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
-    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, tensors, pages):
-        view, index = _locate(cache, stored_rows, spec, slot)
-        _view(staged, staged_rows, pages)[:, 0] = view[index]
     keys, values = (
         key_cache.new_zeros((*is_there.shape, spec.num_kv_heads, size), dtype=plan.dtype) for size in spec.part_sizes
     )
+    for part, *decoded in _decoded_tokens(plan, tensors, slot):
+        for result, rows in zip((keys, values), decoded, strict=True):
+            result[seq[part], position[part]] = rows
+    return keys, values
+
+
+def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
+    """`gather_and_maybe_dequant_cache` of CPU tensors that `plan` describes."""
+    spec, dst = plan.cache.spec, tensors.dst.zero_()
+    [row] = (tensors.block >= 0).nonzero(as_tuple=True)
+    block, token = tensors.block[row], tensors.token[row]
+    keys, values = dst.split(spec.part_sizes, dim=1)
+    if not spec.dtype.is_quantized:
+        for into, cache in ((keys, tensors.key_cache), (values, tensors.value_cache)):
+            into[row] = _converted(cache[block, token, 0], plan.dtype)
+        return
+    for part, *decoded in _decoded_tokens(plan, tensors, block * spec.block_size + token):
+        for into, rows in zip((keys, values), decoded, strict=True):
+            into[row[part]] = rows[:, 0]
+
+
+def _decoded_tokens(
+    plan: GatherPlan, tensors: ReadTensors | RowTensors, slot: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """The tokens of slots of a quantized cache, by chunks of them: keys and values `[.., num_kv_heads, size]`."""
+    spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
+    staged = tensors.key_cache.new_empty((slot.shape[0], pages.page_size_bytes), dtype=torch.uint8)
+    for cache, stored_rows, staged_rows in _row_pairs(plan.cache, tensors, pages):
+        view, index = _locate(cache, stored_rows, spec, slot)
+        _view(staged, staged_rows, pages)[:, 0] = view[index]
     for part, size in _chunks(slot.shape[0]):
         stored = _padded(staged[part], size).view(torch_dtype(pages.array_dtype)).view(pages.cache_shape(size))
-        layer_scales = _scales(spec, k_scale, v_scale)
+        layer_scales = _scales(spec, tensors.k_scale, tensors.v_scale)
         decoded = decode_chunk(pages, numpy_dtype(plan.dtype), to_jax(stored), *layer_scales)
-        for result, rows in zip((keys, values), decoded, strict=True):
-            result[seq[part], position[part]] = to_torch(rows)[: part.stop - part.start]
-    return keys, values
+        keys, values = (to_torch(rows)[: part.stop - part.start] for rows in decoded)
+        yield part, keys, values
 
 
 def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,7 +377,7 @@ def _scales(spec: AttentionSpec, *scales: torch.Tensor) -> list[np.ndarray]:
 
 
 def _row_pairs(
-    plan: CachePlan, tensors: WriteTensors | ReadTensors, pages: AttentionSpec
+    plan: CachePlan, tensors: WriteTensors | ReadTensors | RowTensors, pages: AttentionSpec
 ) -> Iterator[tuple[torch.Tensor, PageRegion, PageRegion]]:
     """For data and scales, of keys and of values: the tensor, its rows, and the rows of one-token pages."""
     k, v = pages.regions

@@ -24,7 +24,7 @@ from kvjax.kernels.memory import (
     Number,
     PageMemory,
     Pages,
-    page_dtype,
+    page_arguments,
     with_origin,
 )
 from kvjax.kernels.page_tokens import PageTokens
@@ -47,7 +47,7 @@ def any_units(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyC
     The arguments are the block table, the schedule's results, the keys' and the values' pages, and the result: `units`
     of `CallerMemory`, zeros before. The amount is the number of the tiles' tokens.
     """
-    arguments = (*FOUND, *_page_arguments(spec, pages), Argument("units", NUMBERS))
+    arguments = (*FOUND, *page_arguments(spec, pages), Argument("units", NUMBERS))
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
         own = LotTokens.of_program(spec, counts, arrays, TOKENS)
@@ -69,7 +69,7 @@ def any_fp8_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) ->
     has_units = any(map(fp8.takes_unit, spec.dtype.parts))
     arguments = (
         *FOUND,
-        *_page_arguments(spec, pages),
+        *page_arguments(spec, pages),
         *([Argument("units", NUMBERS)] if has_units else []),
         *(Argument(name, NUMBERS) for name in ("keys", "values")),
         tile_arguments(spec, fp8.DTYPE)[-1],
@@ -83,10 +83,6 @@ def any_fp8_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) ->
     kernel = functools.partial(compat.program_kernel, "gather_prompts_fp8", grid=ANY_LENGTH)
     writes = tuple(argument.name for argument in arguments[-3:])
     return AnyCount(body, kernel, COUNTS, arguments, writes, lambda num_tokens: num_tokens // _CHUNK)
-
-
-def _page_arguments(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> list[Argument]:
-    return [memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)]
 
 
 def _neighbours(own: LotTokens, of_page: PageTokens, part: int) -> Neighbours:

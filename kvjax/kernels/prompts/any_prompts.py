@@ -33,7 +33,7 @@ from kvjax.kernels.memory import (
     PageMemory,
     RowMemory,
     RowScaleMemory,
-    page_dtype,
+    page_arguments,
     row_scale_arguments,
     row_scales_of,
     scale_argument,
@@ -89,7 +89,7 @@ def any_gather(
         COUNTS,
         (
             *FOUND,
-            *(memory.argument(name, page_dtype(spec)) for name, memory in zip(PAGES, pages, strict=True)),
+            *page_arguments(spec, pages),
             *row_scale_arguments(spec, scale_pages),
             *tiles,
         ),

@@ -47,8 +47,8 @@ class WriteKind:
 
     Attributes:
       spec: the cache's.
-      rows: memory of keys and of values.
-      pages: memory of the keys' and of the values' pages.
+      rows: memory of keys and of values, or of latents and of rope keys where there are any.
+      pages: memory of their pages, likewise.
       slot_dtype: int32 or int64.
       scale_sizes: elements of k_scale and v_scale, 1 or `num_kv_heads`.
       unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be.
@@ -58,8 +58,8 @@ class WriteKind:
     """
 
     spec: AttentionSpec
-    rows: tuple[RowMemory, RowMemory]
-    pages: tuple[PageMemory, PageMemory]
+    rows: tuple[RowMemory, ...]
+    pages: tuple[PageMemory, ...]
     slot_dtype: np.dtype[Any]
     scale_sizes: tuple[int, int]
     unique_slots: bool = False
@@ -78,17 +78,20 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
     """
     spec, rows, pages, rotated, scale_pages = kind.spec, kind.rows, kind.pages, kind.rotated, kind.scale_pages
-    keys, values = codecs_of(spec)
+    codecs = codecs_of(spec)
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
-        raise UnsupportedError(f"reshape_and_cache_flash: {reason}")
+        raise UnsupportedError(f"{'concat_and_cache_mla' if spec.is_mla else 'reshape_and_cache_flash'}: {reason}")
     words_per_slot = np.dtype(kind.slot_dtype).itemsize // 4
     rungs = plan.rungs(spec, kind.unique_slots, rotates=rotated is not None)
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
+    as_rows = {name: codec.token_rows for name, codec in zip(("key", "value"), codecs, strict=False)}
+    if rotated is not None:
+        as_rows["key"] = rotated.rotation.as_columns
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], staged: Sequence[Any]) -> None:
         num_tokens = counts["num_tokens"]
-        destinations = [memory.pages(arrays[name]) for memory, name in zip(pages, PAGES, strict=True)]
+        destinations = [memory.pages(arrays[name]) for memory, name in zip(pages, PAGES, strict=False)]
         step = None
         if rotated is not None:
             *staged, staged_keys = staged
@@ -97,7 +100,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         operands = [
             WriteOperand(codec, Rows(arrays[name], memory.alignment), scale, destination, scale_destination)
             for codec, name, memory, scale, destination, scale_destination in zip(
-                (keys, values), ("key", "value"), rows, scales, destinations, scale_destinations, strict=True
+                codecs, ("key", "value"), rows, scales, destinations, scale_destinations, strict=False
             )
         ]
 
@@ -133,14 +136,13 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
         (
             Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
-            rows[0].argument("key", keys.token_rows if rotated is None else rotated.rotation.as_columns),
-            rows[1].argument("value", values.token_rows),
-            *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=True)),
+            *(memory.argument(*named) for memory, named in zip(rows, as_rows.items(), strict=True)),
+            *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=False)),
             *rotation_arguments,
             *scale_arguments(spec, kind.scale_sizes, scale_pages),
         ),
         writes=(
-            *PAGES,
+            *PAGES[: len(pages)],
             *(() if rotated is None else ("rotated_query",)),
             *(argument.name for argument in row_scale_arguments(spec, scale_pages)),
         ),

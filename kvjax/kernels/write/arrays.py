@@ -24,8 +24,8 @@ class WriteArrays(NamedTuple):
     """The tokens to write, and how they are stored.
 
     Attributes:
-      key: `[num_tokens, num_kv_heads, head_size]`.
-      value: `[num_tokens, num_kv_heads, head_size_v]`.
+      key: `[num_tokens, num_kv_heads, head_size]`, or latents `[num_tokens, kv_lora_rank]`.
+      value: `[num_tokens, num_kv_heads, head_size_v]`, or rope keys `[num_tokens, qk_rope_head_dim]`.
       slot_mapping: int32 `[num_tokens]`, or int64 where x64 is on. Of tokens with the same slot the last is written;
         from `SEARCHED` tokens on slots have to be unique.
       k_scale: float32 `[1]` or `[num_kv_heads]`.
@@ -73,10 +73,11 @@ def write(
     if words_per_slot == 2:
         slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
-    def body(slots: Any, key: Any, value: Any, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
+    def body(slots: Any, *refs: Ref) -> None:
+        rows, (*scales, pages), others = refs[: len(codecs)], refs[len(codecs) :][:3], refs[len(codecs) + 3 :]
         operands = [
-            WriteOperand(codec, Rows(rows), scale, Pages(pages, regions, spec.page_size_bytes))
-            for codec, rows, scale, regions in zip(codecs, (key, value), (k_scale, v_scale), spec.regions, strict=True)
+            WriteOperand(codec, Rows(own), scale, Pages(pages, regions, spec.page_size_bytes))
+            for codec, own, scale, regions in zip(codecs, rows, scales, spec.regions, strict=False)
         ]
         num_searched = None if unique_slots or num_tokens >= plan.SEARCHED else num_tokens
         own_slots, staged = Slots(slots, words_per_slot, last_slot, num_searched), list(others)
@@ -99,8 +100,10 @@ def write(
         program.run(own_slots, operands, staged, program.WriteCall(spec, config, num_tokens, dtype), step)
 
     dtype, codecs = key.dtype, codecs_of(spec)
-    key_rows = codecs[0].token_rows(key) if rotated is None else rotated.rotation.as_columns(key)
-    arrays = slot_mapping, key_rows, codecs[1].token_rows(value), k_scale, v_scale
+    rows = [codec.token_rows(x) for codec, x in zip(codecs, (key, value), strict=False)]
+    if rotated is not None:
+        rows[0] = rotated.rotation.as_columns(key)
+    arrays = slot_mapping, *rows, k_scale, v_scale
     rotation_arrays: list[jax.Array] = []
     if rotated is not None:
         rotation_arrays = [rotated.rotation.as_columns(rotated.query), rotated.positions, rotated.table]

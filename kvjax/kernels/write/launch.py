@@ -30,12 +30,13 @@ def write_kernel(
     """
     shared_memory: list[Any] = [
         memory
-        for codec, size in zip(codecs_of(spec), spec.head_sizes, strict=True)
+        for codec, size in zip(codecs_of(spec), spec.part_sizes, strict=False)
         for memory in codec.staging(tokens, spec.num_kv_heads, size)
     ]
     if rotated_dtype is not None:
         shared_memory.append(key_staging(spec, tokens, rotated_dtype))
-    return compat.program_kernel("reshape_and_cache_flash", body, grid, tuple(out_type), shared_memory)
+    name = "concat_and_cache_mla" if spec.is_mla else "reshape_and_cache_flash"
+    return compat.program_kernel(name, body, grid, tuple(out_type), shared_memory)
 
 
 _ARRAY_ALIGNMENT = 1024
@@ -48,7 +49,7 @@ def why_no_staging(spec: AttentionSpec, target: Target | None = None, *, rotates
     `target` is None where the GPU is unknown: then it is one with the most shared memory.
     """
     row_bytes = spec.head_size * 2 if rotates else 0  # rotated keys, 16 bits wide
-    row_bytes += sum(sum(row) for codec, row in zip(codecs_of(spec), spec.row_bytes, strict=True) if codec.is_staged)
+    row_bytes += sum(sum(row) for codec, row in zip(codecs_of(spec), spec.row_bytes, strict=False) if codec.is_staged)
     token_bytes, limit = spec.num_kv_heads * row_bytes, (target or Target()).shared_bytes - 5 * _ARRAY_ALIGNMENT
     if token_bytes <= limit:
         return None

@@ -32,8 +32,7 @@ def max_elements(spec: AttentionSpec) -> int:
 
 def has_to_split(spec: AttentionSpec) -> bool:
     """Whether keys and values are written in different ways, each by programs of its own."""
-    keys, values = codecs_of(spec)
-    return keys.is_staged != values.is_staged
+    return len({codec.is_staged for codec in codecs_of(spec)}) > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class WriteConfig:
         latency. So does every write of keys and values of which one alone goes through shared memory.
         """
         max_tokens = max_elements(spec) // elements_per_token(spec)
-        smallest = cls(1, split_kv=spec.stores_scales or rotates)
+        smallest = cls(1, split_kv=(spec.stores_scales or rotates) and len(codecs_of(spec)) > 1)
         sizes = [1 << i for i in range(1, max(1, max_tokens).bit_length())] or [1]
         larger = [cls(size, split_kv=has_to_split(spec)) for size in sizes]
         return {1: smallest} | {max(config.tokens, 2) * PROGRAMS: config for config in larger if config != smallest}
@@ -79,8 +78,8 @@ class WriteConfig:
 
 
 def elements_per_token(spec: AttentionSpec) -> int:
-    """Elements of a token's keys or values, whichever are more."""
-    return spec.num_kv_heads * max(spec.head_size, spec.head_size_v)
+    """Elements of a token's keys or values, or of its latent or rope key, whichever are more."""
+    return spec.num_kv_heads * max(spec.part_sizes)
 
 
 class Rung(NamedTuple):

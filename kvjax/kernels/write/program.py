@@ -77,7 +77,7 @@ def run(
     first = first_owned if config.tokens == 1 else jnp.minimum(first_owned, num_tokens - config.tokens)
     program = Program(spec, dtype, slots, config.tokens, first, first_owned)
     refs = iter(staged)
-    both = [(operand, [next(refs) for _ in range(2 if operand.codec.is_staged else 0)]) for operand in operands]
+    both = [(operand, [next(refs) for _ in range(operand.codec.num_staged)]) for operand in operands]
     if which is None:
         _write(program, both, rotation)
         return
@@ -276,7 +276,7 @@ def _load_staged(
     if rotation is not None:
         rows, refs = zip(*operands, strict=True)
         operands = list(zip(_rotated(program, rows, rotation), refs, strict=True))
-    loaded = [operand.codec.load(operand.rows, first, tokens, refs, spec.num_kv_heads) for operand, refs in operands]
+    loaded = [operand.codec.load(operand.rows, first, tokens, refs) for operand, refs in operands]
     staged = [
         _Staged(operand, refs, pair, where)
         for (operand, refs), pair, where in zip(operands, scatters, positions, strict=True)

@@ -41,8 +41,9 @@ class WriteOperand(NamedTuple):
 
     @property
     def destinations(self) -> list[tuple[Pages, int]]:
-        """Where data and scales go: pages, and the index of the region in them."""
-        return [(self.pages, 0), (self.pages, 1) if self.scale_pages is None else (self.scale_pages, 0)]
+        """Where what is staged goes, data and scales: pages, and the index of the region in them."""
+        both = [(self.pages, 0), (self.pages, 1) if self.scale_pages is None else (self.scale_pages, 0)]
+        return both[: self.codec.num_staged]
 
 
 @dataclasses.dataclass(frozen=True)

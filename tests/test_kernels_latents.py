@@ -1,0 +1,203 @@
+"""Writes and gathers of latents (MLA) by kernels: their bytes are XLA's; interpreted, compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import gpu_compile
+from support.gpu_compile import TARGETS, compile_for
+from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, page_bytes, tokens
+from support.interpret_mode import interpret_mode
+from support.mla_cases import spec_of
+
+from kvjax import MLA_KV_CACHE_DTYPES, KVCache, MLAAttentionSpec, UnsupportedError, concat_and_cache_mla, gather_mla
+from kvjax.kernels.write import plan
+
+NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
+FEW_NAMES = ["fp8_e4m3", "fp8_ds_mla", "nvfp4"]
+NUM_BLOCKS = 5
+SLOTS = np.array([3, -1, 30, 8, 3, 99, 9, 10, 11, 39, 0], np.int32)
+"""One of them twice, and two that are none."""
+TABLE = np.array([[1, 0, 5], [3, -1, 9]], np.int32)
+BOUNDS, STARTS, NUM_ROWS = np.array([0, 3, 13], np.int32), np.array([6, 1], np.int32), 15
+"""Ranges over two blocks, one of them none, and rows of no token."""
+
+
+def poisoned(spec: MLAAttentionSpec, num_layers: int | None = None, num_blocks: int = NUM_BLOCKS) -> KVCache:
+    """Bytes that are all numbers, for a gather of any token to be compared."""
+    rng = np.random.default_rng(0)
+    shape = spec.cache_shape(num_blocks, num_layers)
+    size = int(np.prod(shape)) * spec.array_dtype.itemsize
+    raw = rng.integers(0, 0x78, size, dtype=np.uint8).view(spec.array_dtype)
+    return KVCache(jnp.asarray(raw.reshape(shape)), spec, num_layers=num_layers)
+
+
+def rows_of(spec: MLAAttentionSpec, count: int, dtype: Any) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [tokens(rng, (count, 1, size), dtype)[:, 0] for size in spec.part_sizes]
+
+
+def assert_same_write(spec: MLAAttentionSpec, rows: Any, slots: Any, num_layers: int | None = None, **options: Any):
+    cache = poisoned(spec, num_layers)
+    given = {"layer": 1 if num_layers else None, "scale": 0.0371, **options}
+    expected = page_bytes(concat_and_cache_mla(*rows, cache, slots, **given, implementation="xla"))
+    with interpret_mode(detect_races=len(rows[0]) < 20):
+        got = page_bytes(concat_and_cache_mla(*rows, cache, slots, **given, implementation="mosaic"))
+    assert_same_bytes(got, expected)
+    assert not np.array_equal(expected, page_bytes(cache))
+
+
+def assert_same_gather(spec: MLAAttentionSpec, dtype: Any, num_layers: int | None = None) -> None:
+    cache = poisoned(spec, num_layers)
+    given = {"layer": 1 if num_layers else None, "scale": 0.0371, "num_tokens": NUM_ROWS, "dtype": dtype}
+    read = cache, TABLE, BOUNDS
+    expected = gather_mla(*read, seq_starts=STARTS, **given, implementation="xla")
+    with interpret_mode(detect_races=True):
+        got = gather_mla(*read, seq_starts=STARTS, **given, implementation="mosaic")
+        got = [np.asarray(x) for x in got]
+    for part, want in zip(got, map(np.asarray, expected), strict=True):
+        assert_same_bytes(part, want)
+        assert part[:3].any() or not part.size
+        assert not part[13:].any()
+
+
+@matrix(
+    {"name": NAMES, "sizes": [(128, 16), (256, 0), (384, 48)], "input_dtype": [*INPUT_DTYPES], "programs": [264, 2]},
+    few={
+        "name": ["fp8_e4m3", "fp8_ds_mla", "nvfp4"],
+        "sizes": [(128, 16)],
+        "input_dtype": ["bfloat16"],
+        "programs": [2],
+    },
+    pairs=True,
+)
+def test_an_interpreted_write_has_the_bytes_of_xla(name, sizes, input_dtype, programs, monkeypatch: pytest.MonkeyPatch):
+    """By programs of one token, and of several, without races."""
+    monkeypatch.setattr(plan, "PROGRAMS", programs)
+    spec = spec_of(name, sizes)
+    assert_same_write(spec, rows_of(spec, len(SLOTS), INPUT_DTYPES[input_dtype]), SLOTS)
+
+
+@matrix(
+    {"name": NAMES, "sizes": [(128, 16), (256, 0), (384, 48)], "input_dtype": [*INPUT_DTYPES]},
+    few={"name": FEW_NAMES, "sizes": [(128, 16)], "input_dtype": ["bfloat16"]},
+    pairs=True,
+)
+def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, int], input_dtype: str):
+    assert_same_gather(spec_of(name, sizes), INPUT_DTYPES[input_dtype])
+
+
+@matrix(
+    {"name": NAMES, "padding": [0, 64], "num_layers": [None, 3]},
+    few={"name": ["fp8_ds_mla"], "padding": [64], "num_layers": [3]},
+)
+def test_pages_of_a_shared_pool_and_of_several_layers(name: str, padding: int, num_layers: int | None):
+    spec = spec_of(name, (128, 16))
+    spec = spec_of(name, (128, 16), page_size_padded=spec.page_size_bytes + padding)
+    assert_same_write(spec, rows_of(spec, 3, np.float32), SLOTS[:3], num_layers)
+    assert_same_gather(spec, np.float32, num_layers)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+def test_blocks_of_special_numbers(dtype: Any):
+    """NaN, infinities, zeros and subnormal numbers, which `fp8_ds_mla` divides exactly."""
+    spec = spec_of("fp8_ds_mla", (256, 16))
+    latents = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
+    latents *= 2.0 ** np.arange(-32, 32, 4, dtype=np.float32)[:, None]
+    latents[0, :8] = [0.0, -0.0, 448.0, -448.0, 1e-40, -1e-40, 1e-45, np.nan]
+    latents[1], latents[2, 5], latents[3, 200], latents[4, :128] = 0, np.inf, -np.inf, 1e-40
+    latents[5], latents[6], latents[7, 0] = np.nan, latents[6] * 1e-38, -np.nan
+    rope_keys = latents[:, :16]
+    assert_same_write(spec, [x.astype(dtype) for x in (latents, rope_keys)], np.arange(3, 19, dtype=np.int32))
+
+
+def test_rows_at_odd_addresses_are_gathered_by_xla():
+    """The write, which copies bytes, serves them."""
+    spec = spec_of("nvfp4", (48, 2))  # whose rows are 31 bytes
+    assert_same_write(spec, rows_of(spec, 3, np.float32), SLOTS[:3])
+    read, given = (poisoned(spec), TABLE, BOUNDS), {"num_tokens": NUM_ROWS}
+    with pytest.raises(
+        UnsupportedError, match=r"gather_mla: .*: got rows of bfloat16 at addresses that 2 does not divide"
+    ):
+        gather_mla(*read, **given, implementation="mosaic")
+    kv_c, _ = gather_mla(*read, **given)
+    assert kv_c.shape == (NUM_ROWS, 48)
+
+
+def write(kv_c, k_pe, cache, slot_mapping, scale):
+    # Of more tokens XLA finds the repeated slots, in kernels of its own.
+    is_many = kv_c.shape[0] >= plan.SEARCHED
+    return concat_and_cache_mla(
+        kv_c, k_pe, cache, slot_mapping, scale=scale, unique_slots=is_many, implementation="mosaic"
+    )
+
+
+def gather(cache, block_table, cu_seq_lens, scale, dtype):
+    return gather_mla(
+        cache, block_table, cu_seq_lens, num_tokens=4096, scale=scale, dtype=dtype, implementation="mosaic"
+    )
+
+
+needs_plugin = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+AXES = {"name": NAMES, "sizes": [(512, 64), (256, 0)], "input_dtype": [*INPUT_DTYPES], "target": list(TARGETS)}
+FEW = {
+    "name": ["bfloat16", "fp8_ds_mla", "nvfp4"],
+    "sizes": [(512, 64)],
+    "input_dtype": ["bfloat16"],
+    "target": ["h100"],
+}
+
+
+def abstract(spec: MLAAttentionSpec) -> KVCache:
+    return KVCache(jax.ShapeDtypeStruct(spec.cache_shape(32), spec.array_dtype), spec)
+
+
+@needs_plugin
+@matrix(AXES | {"num_tokens": [1, 70_000]}, few=FEW | {"num_tokens": [70_000]}, pairs=True)
+def test_a_write_is_one_kernel_in_place_without_spills(name, sizes, input_dtype, target, num_tokens):
+    spec = spec_of(name, sizes, 64)
+    rows = [jax.ShapeDtypeStruct((num_tokens, size), INPUT_DTYPES[input_dtype]) for size in sizes]
+    slots, scale = jax.ShapeDtypeStruct((num_tokens,), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+    program = compile_for(target, write, *rows, abstract(spec), slots, scale, donate_argnums=2)
+    assert program.device_ops == ("custom-call",)
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
+    assert (program.alias_size, program.temp_size) == (32 * spec.page_size_bytes, 0)
+
+
+@needs_plugin
+@matrix(AXES, few=FEW, pairs=True)
+def test_a_gather_is_one_kernel_that_copies_no_cache(name, sizes, input_dtype, target):
+    spec = spec_of(name, sizes, 64)
+    table, bounds = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,)))
+    read = functools.partial(gather, dtype=INPUT_DTYPES[input_dtype])
+    program = compile_for(target, read, abstract(spec), table, bounds, jax.ShapeDtypeStruct((), jnp.float32))
+    assert program.device_ops.count("custom-call") == 1
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0]
+    assert program.temp_size < 64 << 10  # the places of tokens, not the pages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 70, 9_001])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_bytes_are_those_of_xla(name: str, dtype: Any, count: int):
+    """With repeated slots, of any number of tokens; XLA's on the CPU."""
+    spec, num_blocks = spec_of(name, block_size=64), 200
+    rows, cache = rows_of(spec, count, dtype), poisoned(spec, num_blocks=num_blocks)
+    slots = np.random.default_rng(2).integers(-1, num_blocks * 64 + 9, count).astype(np.int32)
+    table = np.random.default_rng(3).permutation(num_blocks).astype(np.int32).reshape(2, -1)
+    bounds, starts = np.array([0, count // 2, count], np.int32), np.array([60, 70], np.int32)
+    results = []
+    for device, how in ((jax.devices("cpu")[0], "xla"), (jax.devices()[0], "mosaic")):
+        with jax.default_device(device):
+            own = jax.device_put(cache, device)
+            own = concat_and_cache_mla(*rows, own, slots, scale=0.0371, implementation=how)
+            given = {"num_tokens": count, "seq_starts": starts, "scale": 0.0371, "dtype": dtype}
+            results.append((page_bytes(own), *gather_mla(own, table, bounds, **given, implementation=how)))
+    for got, expected in zip(*results, strict=True):
+        assert_same_bytes(np.asarray(got), np.asarray(expected))
