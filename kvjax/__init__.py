@@ -52,6 +52,7 @@ from kvjax.ops.merge import merge_attention_states as merge_attention_states
 from kvjax.ops.mla_attention import mla_paged_attention as mla_paged_attention
 from kvjax.ops.mla_attention import mla_ragged_paged_attention as mla_ragged_paged_attention
 from kvjax.ops.mla_gather import gather_mla as gather_mla
+from kvjax.ops.mla_rope import rope_and_cache_mla as rope_and_cache_mla
 from kvjax.ops.mla_write import concat_and_cache_mla as concat_and_cache_mla
 from kvjax.ops.ragged import ragged_paged_attention as ragged_paged_attention
 from kvjax.ops.ragged_attention import ragged_attention as ragged_attention

@@ -9,6 +9,7 @@ from kvjax_torch.hadamard import hadamard_transform as hadamard_transform
 from kvjax_torch.memory.borrow import to_jax as to_jax
 from kvjax_torch.memory.borrow import to_torch as to_torch
 from kvjax_torch.mla import concat_and_cache_mla as concat_and_cache_mla
+from kvjax_torch.mla import concat_and_cache_mla_rope_fused as concat_and_cache_mla_rope_fused
 from kvjax_torch.mla import gather_and_maybe_dequant_cache as gather_and_maybe_dequant_cache
 from kvjax_torch.mla import mla_paged_attention as mla_paged_attention
 from kvjax_torch.mla import mla_ragged_paged_attention as mla_ragged_paged_attention

@@ -23,6 +23,7 @@ from kvjax_torch.arguments.latents import (
     latent_attention_plan,
     latent_gather_plan,
     latent_ragged_plan,
+    latent_rope_plan,
     latent_write_plan,
 )
 from kvjax_torch.arguments.plan import (
@@ -38,6 +39,7 @@ from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
 from kvjax_torch.cuda import latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
+from kvjax_torch.eager.rotation import rotate
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
@@ -131,6 +133,19 @@ def _write_latents(*given: Any, unique_slots: bool = False) -> None:
         latents.write(plan, tensors, unique_slots)
     else:
         host.write(plan, tensors)
+
+
+def _rope_latents(*given: Any, unique_slots: bool = False) -> None:
+    positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, *stored = given
+    rope = RopeInputs(q_pe, positions, cos_sin_cache, is_neox)
+    plan, tensors = latent_rope_plan(rope, kv_c, k_pe, LatentPages(kv_cache, *stored), slot_mapping)
+    if kv_cache.is_cuda:
+        rotated = latents.rotate_and_write(plan, tensors, rope, unique_slots)
+    else:
+        rotated = rotate(q_pe, *rope[1:]), rotate(tensors.value, *rope[1:])
+        host.write(plan.write, tensors._replace(value=rotated[1]))
+    for x, turned in zip((q_pe, tensors.value), rotated, strict=True):
+        x.copy_(turned)
 
 
 def _gather_latents(*given: Any) -> None:
@@ -358,6 +373,15 @@ _register(
     f"Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, {_LATENTS}, *, bool unique_slots=False",
     "()",
     _write_latents,
+    "a write into a cache",
+    _written,
+)
+_register(
+    "concat_and_cache_mla_rope_fused",
+    "Tensor positions, Tensor(a!) q_pe, Tensor(b!) k_pe, Tensor kv_c, Tensor cos_sin_cache, bool is_neox,"
+    f" Tensor slot_mapping, Tensor(c!) kv_cache, {_LATENTS}, *, bool unique_slots=False",
+    "()",
+    _rope_latents,
     "a write into a cache",
     _written,
 )

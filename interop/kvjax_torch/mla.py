@@ -84,6 +84,54 @@ def concat_and_cache_mla(
     )
 
 
+def concat_and_cache_mla_rope_fused(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    kv_cache_dtype: str | KVCacheDType,
+    scale: Scale,
+    *,
+    unique_slots: bool = False,
+) -> None:
+    """Rotates queries and rope keys by their positions, and writes latents and rope keys into their slots; in place.
+
+    vLLM's operation of that name: `q_pe` and `k_pe` are rotated in place, for every token. The bytes of the cache are
+    those that `kvjax.rope_and_cache_mla` writes. A call that raises has written nothing. On a GPU one kernel rotates
+    and writes, between copies of `q_pe` and `k_pe`; for float32 and odd sizes torch rotates and the kernel of
+    `concat_and_cache_mla` writes.
+
+    Args:
+      positions: int32 or int64 `[num_tokens]`: the row of `cos_sin_cache` of each token, clipped to its rows.
+      q_pe: `[num_tokens, num_heads, qk_rope_head_dim]` of `kv_c`'s dtype, with any strides but along a head. Written.
+      k_pe: as in `concat_and_cache_mla`, but not rotated. Written. No tensor shares elements with it or with `q_pe`.
+      kv_c: as in `concat_and_cache_mla`, with as many tokens as slots.
+      cos_sin_cache: as in `rope_and_cache`; `rot_dim` is at most `qk_rope_head_dim`.
+      is_neox: as in `rope_and_cache`.
+      slot_mapping: as in `concat_and_cache_mla`, `[num_tokens]`; -1 for padding.
+      kv_cache: as in `concat_and_cache_mla`.
+      kv_cache_dtype: as in `concat_and_cache_mla`.
+      scale: as in `concat_and_cache_mla`.
+      unique_slots: as in `reshape_and_cache_flash`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError, UnsupportedError: as `concat_and_cache_mla`; in `kvjax.checked()` also if the
+        position of a written token is not a row of `cos_sin_cache`.
+    """
+    check_tensors(positions=positions, q_pe=q_pe, k_pe=k_pe, kv_c=kv_c, cos_sin_cache=cos_sin_cache)
+    check_tensors(slot_mapping=slot_mapping, kv_cache=kv_cache)
+    torch.ops.kvjax.concat_and_cache_mla_rope_fused.default(
+        *(positions, q_pe, k_pe, kv_c, cos_sin_cache, as_bool("is_neox", is_neox), slot_mapping, kv_cache),
+        dtype_name(kv_cache_dtype),
+        _as_scale(scale, kv_cache),
+        unique_slots=as_bool("unique_slots", unique_slots),
+    )
+
+
 def gather_and_maybe_dequant_cache(
     src_cache: torch.Tensor,
     dst: torch.Tensor,

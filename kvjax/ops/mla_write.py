@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,33 @@ def concat_and_cache_mla(
     check_cache(cache)
     check_latents("concat_and_cache_mla", cache.spec)
     given, cache = cache, local_view(cache)
-    spec = cache.spec
-    rank, rope = spec.part_sizes
+    tokens = as_latents(cache, kv_c, k_pe, slot_mapping, layer, scale)
+    unique_slots = as_bool("unique_slots", unique_slots)
+    serve = select.choose("concat_and_cache_mla", implementation, _IMPLEMENTATIONS, cache)
+    return dataclasses.replace(given, kv=serve(cache, *tokens, unique_slots=unique_slots))
+
+
+class LatentTokens(NamedTuple):
+    """The arrays of a write of latents, checked."""
+
+    kv_c: jax.Array
+    k_pe: jax.Array
+    slot_mapping: jax.Array
+    layer: jax.Array | None
+    scale: jax.Array
+
+    @property
+    def as_keys_and_values(self) -> WriteTokens:
+        """Latents and rope keys as keys and values of one head."""
+        kv_c, k_pe = (jnp.expand_dims(x, 1) for x in self[:2])
+        return WriteTokens(kv_c, k_pe, self.slot_mapping, self.layer, self.scale, self.scale)
+
+
+def as_latents(
+    cache: KVCache, kv_c: Any, k_pe: Any, slot_mapping: Any, layer: ArrayLike | None, scale: ArrayLike | None
+) -> LatentTokens:
+    """Checks the arguments of a write of latents and returns them as JAX arrays."""
+    rank, rope = cache.spec.part_sizes
     check_array("kv_c", kv_c, [("num_tokens", None), ("kv_lora_rank", rank)], INPUT_DTYPES)
     kv_c = jnp.asarray(kv_c)
     num_tokens = ("num_tokens", kv_c.shape[0])
@@ -79,24 +104,16 @@ def concat_and_cache_mla(
     if is_checked():
         check_slots(slot_mapping, cache.num_slots)
     scales = as_scales(cache, layer, scale, None)
-    unique_slots = as_bool("unique_slots", unique_slots)
-    serve = select.choose("concat_and_cache_mla", implementation, _IMPLEMENTATIONS, cache)
-    slots = as_slots(slot_mapping, cache.num_slots)
-    kv = serve(cache, kv_c, jnp.asarray(k_pe), slots, layer, scales[0], unique_slots=unique_slots)
-    return dataclasses.replace(given, kv=kv)
+    return LatentTokens(kv_c, jnp.asarray(k_pe), as_slots(slot_mapping, cache.num_slots), layer, scales[0])
 
 
-def _concat(
-    write: Callable[..., jax.Array], cache: KVCache, kv_c: jax.Array, k_pe: jax.Array, *others: Any, **options: Any
-) -> jax.Array:
-    """Writes checked arguments as keys and values of one head; returns the pages."""
-    slot_mapping, layer, scale = others
-    tokens = WriteTokens(jnp.expand_dims(kv_c, 1), jnp.expand_dims(k_pe, 1), slot_mapping, layer, scale, scale)
-    return write(cache, *tokens, **options)
+def _concat(write: Callable[..., jax.Array], cache: KVCache, *tokens: Any, unique_slots: bool) -> jax.Array:
+    """Writes checked `LatentTokens`; returns the pages."""
+    return write(cache, *LatentTokens(*tokens).as_keys_and_values, unique_slots=unique_slots)
 
 
 _IMPLEMENTATIONS = select.Candidates(
-    parameters=("cache", "kv_c", "k_pe", "slot_mapping", "layer", "scale"),
+    parameters=("cache", *LatentTokens._fields),
     xla=functools.partial(_concat, write_xla),
     mosaic=functools.partial(_concat, write_mosaic),
     results=written,

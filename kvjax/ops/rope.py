@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -79,28 +80,22 @@ def rope_and_cache(
       UnsupportedError: the requested implementation cannot serve this call.
     """
     check_cache(cache)
-    check_keys_and_values("rope_and_cache", cache.spec, "concat_and_cache_mla, after rotating")
+    check_keys_and_values("rope_and_cache", cache.spec, "rope_and_cache_mla")
     given, cache = cache, local_view(cache)
     written = as_tokens(cache, WriteTokens(key, value, slot_mapping, layer, k_scale, v_scale))
     names = ("batch", "time") if np.ndim(key) == 4 else ("num_tokens",)
     tokens = list(zip(names, np.shape(key), strict=False))
-    dims = [*tokens, ("num_heads", None), ("head_size", cache.spec.head_size)]
-    check_array("query", query, dims, [written.key.dtype])
+    check_array(
+        "query", query, [*tokens, ("num_heads", None), ("head_size", cache.spec.head_size)], [written.key.dtype]
+    )
     if np.shape(query)[-2] % cache.spec.num_kv_heads:
         raise KVCacheValueError(
             f"query: got num_heads={np.shape(query)[-2]}, expected a multiple of num_kv_heads={cache.spec.num_kv_heads}"
         )
-    check_array("positions", positions, tokens, INDEX_DTYPES)
-    check_array("cos_sin_cache", cos_sin_cache, [("max_position", None), ("rot_dim", None)], INPUT_DTYPES)
-    max_position, rot_dim = np.shape(cos_sin_cache)
-    if rot_dim % 2 or not 2 <= rot_dim <= cache.spec.head_size or not max_position:
-        raise KVCacheValueError(
-            f"cos_sin_cache: got shape {(max_position, rot_dim)}, expected at least one position and an even rot_dim of"
-            f" 2 to head_size={cache.spec.head_size}"
-        )
+    check_rotation(positions, cos_sin_cache, tokens, ("head_size", cache.spec.head_size))
     check_devices(cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
     unique_slots, is_neox = as_bool("unique_slots", unique_slots), as_bool("is_neox", is_neox)
-    query = jnp.asarray(query)
+    query, max_position = jnp.asarray(query), np.shape(cos_sin_cache)[0]
     shape = query.shape
     if len(tokens) == 2:
         query, positions = flat_tokens(query), flat_tokens(positions)
@@ -111,7 +106,7 @@ def rope_and_cache(
         cache,
         *written,
         query,
-        _as_positions(positions, max_position),
+        as_positions(positions, max_position),
         jnp.asarray(cos_sin_cache),
         is_neox=is_neox,
         unique_slots=unique_slots,
@@ -119,7 +114,21 @@ def rope_and_cache(
     return rotated.reshape(shape), dataclasses.replace(given, kv=kv)
 
 
-def _as_positions(positions: Any, max_position: int) -> jax.Array:
+def check_rotation(
+    positions: Any, cos_sin_cache: Any, tokens: Sequence[tuple[str, int | None]], rotated: tuple[str, int]
+) -> None:
+    """Raises if positions are not those of tokens, or the table is not of elements of what is `rotated`."""
+    check_array("positions", positions, tokens, INDEX_DTYPES)
+    check_array("cos_sin_cache", cos_sin_cache, [("max_position", None), ("rot_dim", None)], INPUT_DTYPES)
+    max_position, rot_dim = np.shape(cos_sin_cache)
+    if rot_dim % 2 or not 2 <= rot_dim <= rotated[1] or not max_position:
+        raise KVCacheValueError(
+            f"cos_sin_cache: got shape {(max_position, rot_dim)}, expected at least one position and an even rot_dim of"
+            f" 2 to {rotated[0]}={rotated[1]}"
+        )
+
+
+def as_positions(positions: Any, max_position: int) -> jax.Array:
     """Returns positions as int32, clamped where they may not fit."""
     if positions.dtype == np.int32:
         return jnp.asarray(positions)
@@ -127,11 +136,21 @@ def _as_positions(positions: Any, max_position: int) -> jax.Array:
     return jnp.asarray(xp.clip(positions, 0, max_position - 1).astype(np.int32))
 
 
-def _rope_xla(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
+def rope_xla(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
     """Rotates and writes in XLA; `arrays` are the `WriteTokens`, the query, positions and the table."""
     tokens, turned = WriteTokens(*arrays[:6]), arrays[6:]
-    query, key = _rotated(tokens.key, *turned, is_neox=is_neox)
-    return query, write_xla(cache, *tokens._replace(key=key), unique_slots=unique_slots)
+    query, key = _rotated(_keys_of(cache, tokens), *turned, is_neox=is_neox)
+    return query, write_xla(cache, *_with_keys(cache, tokens, key), unique_slots=unique_slots)
+
+
+def _keys_of(cache: KVCache, tokens: WriteTokens) -> jax.Array:
+    """Returns what is rotated: keys, or rope keys."""
+    return tokens.value if cache.spec.is_mla else tokens.key
+
+
+def _with_keys(cache: KVCache, tokens: WriteTokens, keys: jax.Array) -> WriteTokens:
+    """Returns tokens with other `_keys_of`."""
+    return tokens._replace(value=keys) if cache.spec.is_mla else tokens._replace(key=keys)
 
 
 def _rotated(
@@ -142,13 +161,13 @@ def _rotated(
     return quant.rotate(query, cos, sin, is_neox), quant.rotate(key, cos, sin, is_neox)
 
 
-def _rope_mosaic(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
-    """Rotates and writes with the kernel; takes and returns what `_rope_xla` does."""
+def rope_mosaic(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool) -> tuple[jax.Array, jax.Array]:
+    """Rotates and writes with the kernel; takes and returns what `rope_xla` does."""
     tokens, turned = WriteTokens(*arrays[:6]), arrays[6:]
-    key, (query, positions, table) = tokens.key, turned
+    key, (query, positions, table) = _keys_of(cache, tokens), turned
     if not key.size or not query.size or key.dtype.itemsize != 2 or key.shape[2] % 2:
         query, key = _rotated(key, *turned, is_neox=is_neox)
-        return query, write_mosaic(cache, *tokens._replace(key=key), unique_slots=unique_slots)
+        return query, write_mosaic(cache, *_with_keys(cache, tokens, key), unique_slots=unique_slots)
     rotation = Rotation(key.dtype, key.shape[2], table.shape[1], is_neox, table.dtype.itemsize)
     rotated = Rotated(query, positions, table, rotation)
     query, kv = write_mosaic(cache, *tokens, unique_slots=unique_slots, rotated=rotated)
@@ -161,8 +180,8 @@ def _results(cache: KVCache, *args: Any, **_: Any) -> Any:
 
 _IMPLEMENTATIONS = select.Candidates(
     parameters=("cache", *WriteTokens._fields, "query", "positions", "cos_sin_cache"),
-    xla=_rope_xla,
-    mosaic=_rope_mosaic,
+    xla=rope_xla,
+    mosaic=rope_mosaic,
     results=_results,
     why_not_mosaic=functools.partial(why_not_write, rotates=True),
     signature=Signature(

@@ -29,11 +29,14 @@ from kvjax_torch.arguments.plan import (
     Limits,
     RaggedPlan,
     ReadTensors,
+    RopeInputs,
+    RopePlan,
     RowTensors,
     SoftmaxOptions,
     WritePlan,
     WriteTensors,
 )
+from kvjax_torch.arguments.writes import check_rotation
 
 
 class LatentPages(NamedTuple):
@@ -90,6 +93,23 @@ def latent_write_plan(
     latents, rope_keys = _halves(kv_cache, cache)
     tensors = WriteTensors(kv_c[:, None], k_pe[:, None], latents, rope_keys, slot_mapping, scale, scale)
     return WritePlan(cache, kv_c.dtype, slot_mapping.dtype, (1, 1)), tensors
+
+
+def latent_rope_plan(
+    rope: RopeInputs, kv_c: torch.Tensor, k_pe: torch.Tensor, pages: LatentPages, slot_mapping: torch.Tensor
+) -> tuple[RopePlan, WriteTensors]:
+    """The plan of a `concat_and_cache_mla_rope_fused` call, and the tensors of its write, as keys and values.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
+    """
+    q_pe, positions, cos_sin_cache, _ = rope
+    _check_devices(pages.kv_cache, q_pe=q_pe, positions=positions, cos_sin_cache=cos_sin_cache)
+    write, tensors = latent_write_plan(kv_c, k_pe, pages, slot_mapping)
+    if not k_pe.shape[1]:
+        raise KVCacheValueError("k_pe: got qk_rope_head_dim=0, expected rope keys to rotate; use concat_and_cache_mla")
+    plan = check_rotation(write, tensors, rope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, positions=positions)
+    return plan, tensors
 
 
 def latent_gather_plan(

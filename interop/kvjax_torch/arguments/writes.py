@@ -62,24 +62,10 @@ def rope_plan(tensors: WriteTensors, rope: RopeInputs, encoding: Encoding) -> Ro
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
     """
-    query, positions, cos_sin_cache, is_neox = rope
+    query, positions, cos_sin_cache, _ = rope
     check_devices(tensors.key_cache, query=query, positions=positions, cos_sin_cache=cos_sin_cache)
-    write = write_plan(tensors, encoding)
-    table = cos_sin_cache.dtype, cos_sin_cache.shape[1:], cos_sin_cache.ndim
-    plan = _rope_plan(write, _row_facts(query), (positions.dtype, positions.ndim), table, is_neox)
-    num_tokens = tensors.slot_mapping.shape[0]
-    for name, tensor in (("query", query), ("key", tensors.key), ("value", tensors.value), ("positions", positions)):
-        if tensor.shape[0] != num_tokens:
-            raise KVCacheValueError(
-                f"{name}: got {tensor.shape[0]} tokens, expected {num_tokens}, one for each slot; a slot of -1 is none"
-            )
-    if not cos_sin_cache.shape[0]:
-        raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
-    check_addresses({"query": query, "cos_sin_cache": cos_sin_cache})
-    if kvjax.is_checked():
-        slots, rows = on_host("slot_mapping", tensors.slot_mapping), on_host("positions", positions)
-        kvjax.check_positions(rows.numpy(), slots.numpy(), cos_sin_cache.shape[0])
-    return plan
+    write, rows = write_plan(tensors, encoding), {"key": tensors.key, "value": tensors.value}
+    return check_rotation(write, tensors, rope, query=query, **rows, positions=positions)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,14 +90,45 @@ def _write_plan(
     return WritePlan(cache, key.dtype, slot_mapping[0], scale_sizes(*scales, cache.spec))
 
 
+def check_rotation(write: WritePlan, tensors: WriteTensors, rope: RopeInputs, **rows: torch.Tensor) -> RopePlan:
+    """The plan of a write of rotated keys or rope keys; `rows` are those of tokens by name, the query first.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid query, position or table, or another number of tokens than slots.
+    """
+    query, positions, cos_sin_cache, is_neox = rope
+    table = cos_sin_cache.dtype, cos_sin_cache.shape[1:], cos_sin_cache.ndim
+    plan = _rope_plan(write, next(iter(rows)), _row_facts(query), (positions.dtype, positions.ndim), table, is_neox)
+    num_tokens = tensors.slot_mapping.shape[0]
+    for name, tensor in rows.items():
+        if tensor.shape[0] != num_tokens:
+            raise KVCacheValueError(
+                f"{name}: got {tensor.shape[0]} tokens, expected {num_tokens}, one for each slot; a slot of -1 is none"
+            )
+    if not cos_sin_cache.shape[0]:
+        raise KVCacheValueError("cos_sin_cache: got no positions, expected one at least")
+    check_addresses({next(iter(rows)): query, "cos_sin_cache": cos_sin_cache})
+    if kvjax.is_checked():
+        slots, at = on_host("slot_mapping", tensors.slot_mapping), on_host("positions", positions)
+        kvjax.check_positions(at.numpy(), slots.numpy(), cos_sin_cache.shape[0])
+    return plan
+
+
 @functools.lru_cache(maxsize=1024)
 def _rope_plan(
-    write: WritePlan, query: Facts, positions: IndexFacts, table: tuple[torch.dtype, torch.Size, int], is_neox: bool
+    write: WritePlan,
+    name: str,
+    query: Facts,
+    positions: IndexFacts,
+    table: tuple[torch.dtype, torch.Size, int],
+    is_neox: bool,
 ) -> RopePlan:
-    head_size = write.cache.spec.head_size
-    _check_rows("query", query, (write.dtype,), "num_heads")
+    spec = write.cache.spec
+    what, head_size = ("qk_rope_head_dim", spec.part_sizes[1]) if spec.is_mla else ("head_size", spec.head_size)
+    _check_rows(name, query, (write.dtype,), "num_heads")
     if query.shape[1] != head_size:
-        raise KVCacheValueError(f"query: got head_size={query.shape[1]}, expected {head_size} as in key")
+        as_in = "k_pe" if spec.is_mla else "key"
+        raise KVCacheValueError(f"{name}: got {what}={query.shape[1]}, expected {head_size} as in {as_in}")
     check_index("positions", positions, ("num_tokens",))
     dtype, shape, ndim = table
     if dtype not in INPUT_DTYPES:
@@ -121,7 +138,7 @@ def _rope_plan(
     [rot_dim] = shape
     if rot_dim % 2 or not 2 <= rot_dim <= head_size:
         raise KVCacheValueError(
-            f"cos_sin_cache: got rot_dim={rot_dim}, expected an even number of 2 to head_size={head_size}"
+            f"cos_sin_cache: got rot_dim={rot_dim}, expected an even number of 2 to {what}={head_size}"
         )
     return RopePlan(write, query.shape[0], rot_dim, is_neox, positions[0], dtype)
 

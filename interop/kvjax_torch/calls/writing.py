@@ -29,14 +29,17 @@ def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Ca
 
 
 def rope_call(plan: RopePlan, tensors: WriteTensors, rope: RopeInputs, unique_slots: bool) -> tuple[Call, torch.Tensor]:
-    """The kernel call of a `rope_and_cache` call that `plan` describes and `has_rope` accepts; and rotated queries."""
+    """The kernel call of a write with rotation that `plan` describes and `has_rope` accepts; and rotated queries.
+
+    There may be more heads than `plan` has.
+    """
     query, alignment = runs(rope.query, tensors.slot_mapping.shape[0])
     rotation = kernels.Rotation(
         numpy_dtype(plan.write.dtype), query.shape[2], plan.rot_dim, plan.is_neox, plan.table_dtype.itemsize
     )
     memory = kernels.RotatedMemory(
         rotation,
-        plan.num_heads,
+        query.shape[1],
         kernels.RowMemory(rotation.dtype, query.stride(0), alignment),
         numpy_dtype(plan.position_dtype),
         numpy_dtype(plan.table_dtype),
@@ -51,8 +54,7 @@ def rope_call(plan: RopePlan, tensors: WriteTensors, rope: RopeInputs, unique_sl
 
 def has_rope(plan: RopePlan, query: torch.Tensor) -> bool:
     """Whether a kernel can rotate and write: it takes elements of two bytes and even head sizes."""
-    is_served = plan.write.dtype.itemsize == 2 and not plan.write.cache.spec.head_size % 2
-    return is_served and query.numel() > 0
+    return plan.write.dtype.itemsize == 2 and not query.shape[2] % 2 and query.numel() > 0
 
 
 class _RotatedInputs(NamedTuple):

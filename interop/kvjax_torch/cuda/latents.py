@@ -13,6 +13,8 @@ from kvjax_torch.arguments.plan import (
     GatherPlan,
     RaggedPlan,
     ReadTensors,
+    RopeInputs,
+    RopePlan,
     RowTensors,
     WritePlan,
     WriteTensors,
@@ -20,6 +22,7 @@ from kvjax_torch.arguments.plan import (
 from kvjax_torch.calls import choosing, gathering, writing
 from kvjax_torch.cuda import reads
 from kvjax_torch.eager import dense
+from kvjax_torch.eager.rotation import rotate
 from kvjax_torch.launch import running
 
 WORD_BYTES = 4
@@ -32,6 +35,25 @@ def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
     with choosing.one_at_a_time:
         call = writing.write_call(plan, tensors, unique_slots)
     running.run(call)
+
+
+def rotate_and_write(
+    plan: RopePlan, tensors: WriteTensors, rope: RopeInputs, unique_slots: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`concat_and_cache_mla_rope_fused` of CUDA tensors that `plan` describes; returns rotated queries and rope keys.
+
+    The kernel returns rope keys as one more head of the query. For float32 and odd sizes torch rotates.
+    """
+    heads = torch.cat([rope.query, tensors.value], dim=1)
+    if writing.has_rope(plan, heads):
+        running.check_capability(tensors.key_cache.get_device())
+        with choosing.one_at_a_time:
+            call, heads = writing.rope_call(plan, tensors, rope._replace(query=heads), unique_slots)
+        running.run(call)
+    else:
+        heads = rotate(heads, *rope[1:])
+        write(plan.write, tensors._replace(value=heads[:, -1:]), unique_slots)
+    return heads[:, :-1], heads[:, -1:]
 
 
 def compile_kernels(

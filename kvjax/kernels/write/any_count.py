@@ -35,7 +35,7 @@ from kvjax.kernels.target import Target
 from kvjax.kernels.write import plan, program
 from kvjax.kernels.write.launch import why_no_staging, write_kernel
 from kvjax.kernels.write.plan import Rung
-from kvjax.kernels.write.rotation_step import RotatedMemory
+from kvjax.kernels.write.rotation_step import RotatedMemory, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
 from kvjax.spec import AttentionSpec
@@ -87,7 +87,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
     rotation_arguments = () if rotated is None else rotated.arguments
     as_rows = {name: codec.token_rows for name, codec in zip(("key", "value"), codecs, strict=False)}
     if rotated is not None:
-        as_rows["key"] = rotated.rotation.as_columns
+        as_rows[("key", "value")[rotated_part(spec)]] = rotated.rotation.as_columns
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], staged: Sequence[Any]) -> None:
         num_tokens = counts["num_tokens"]

@@ -14,7 +14,7 @@ from kvjax.kernels.memory import Pages, Rows
 from kvjax.kernels.write import plan, program
 from kvjax.kernels.write.launch import write_kernel
 from kvjax.kernels.write.plan import WriteConfig
-from kvjax.kernels.write.rotation_step import Positions, Rotated, RotationStep
+from kvjax.kernels.write.rotation_step import Positions, Rotated, RotationStep, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
 from kvjax.spec import AttentionSpec
@@ -102,7 +102,8 @@ def write(
     dtype, codecs = key.dtype, codecs_of(spec)
     rows = [codec.token_rows(x) for codec, x in zip(codecs, (key, value), strict=False)]
     if rotated is not None:
-        rows[0] = rotated.rotation.as_columns(key)
+        part = rotated_part(spec)
+        rows[part] = rotated.rotation.as_columns((key, value)[part])
     arrays = slot_mapping, *rows, k_scale, v_scale
     rotation_arrays: list[jax.Array] = []
     if rotated is not None:

@@ -11,7 +11,7 @@ from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType, Kernel
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.target import Target
-from kvjax.kernels.write.rotation_step import key_staging
+from kvjax.kernels.write.rotation_step import key_staging, rotated_part
 from kvjax.spec import AttentionSpec
 
 
@@ -48,7 +48,7 @@ def why_no_staging(spec: AttentionSpec, target: Target | None = None, *, rotates
 
     `target` is None where the GPU is unknown: then it is one with the most shared memory.
     """
-    row_bytes = spec.head_size * 2 if rotates else 0  # rotated keys, 16 bits wide
+    row_bytes = spec.part_sizes[rotated_part(spec)] * 2 if rotates else 0  # rotated keys, 16 bits wide
     row_bytes += sum(sum(row) for codec, row in zip(codecs_of(spec), spec.row_bytes, strict=False) if codec.is_staged)
     token_bytes, limit = spec.num_kv_heads * row_bytes, (target or Target()).shared_bytes - 5 * _ARRAY_ALIGNMENT
     if token_bytes <= limit:

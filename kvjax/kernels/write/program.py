@@ -16,7 +16,7 @@ from kvjax.kernels.aliases import DTypeLike, Ref
 from kvjax.kernels.codecs import LoadedRows
 from kvjax.kernels.memory import Number, Rows
 from kvjax.kernels.write.plan import WriteConfig
-from kvjax.kernels.write.rotation_step import RotationStep
+from kvjax.kernels.write.rotation_step import RotationStep, rotated_part
 from kvjax.kernels.write.slots import Position, Slots
 from kvjax.kernels.write.transfer import RowCopy, Scatter, WriteOperand
 from kvjax.spec import AttentionSpec
@@ -36,8 +36,8 @@ class Program(NamedTuple):
       first: the first of them.
       first_owned: the first that the program writes. The last program starts early instead of reading past the end;
         the tokens before `first_owned` belong to the program before it.
-      writes_keys: whether it writes keys, which it rotates first if asked to.
-      writes_values: whether it writes values. If so it also rotates the queries.
+      writes_keys: whether it writes keys, which it rotates first if asked to; or rope keys.
+      writes_values: whether it writes values. If so it also rotates the queries. Or latents.
     """
 
     spec: AttentionSpec
@@ -81,10 +81,11 @@ def run(
     if which is None:
         _write(program, both, rotation)
         return
-    keys, values = program._replace(writes_values=False), program._replace(writes_keys=False)
+    programs = [program._replace(writes_values=False), program._replace(writes_keys=False)]
+    first_part, second_part = programs[::-1] if rotated_part(spec) else programs
     branch(
-        *(which == 0, "keys", lambda: _write(keys, both[:1], rotation)),
-        *("values", lambda: _write(values, both[1:], rotation)),
+        *(which == 0, "keys", lambda: _write(first_part, both[:1], rotation)),
+        *("values", lambda: _write(second_part, both[1:], rotation)),
     )
 
 
@@ -155,9 +156,10 @@ def _load_rows(
         loaded = [load(which, operand.rows) for which, operand in enumerate(operands)]
     else:
         # Values are loaded first, so that these loads overlap the rotation of the keys.
-        values = [load(-1, operands[-1].rows)] if program.writes_values else []
+        keys = _rotated_operand(program, operands)
+        values = {i: load(i, operand.rows) for i, operand in enumerate(operands) if i != keys}
         rotated = _rotated(program, operands, rotation)
-        loaded = [load(0, rotated[0].rows), *values] if program.writes_keys else values
+        loaded = [values[i] if i != keys else load(i, operand.rows) for i, operand in enumerate(rotated)]
     return positions, copies, [list(rows) for rows in zip(*loaded, strict=True)]
 
 
@@ -200,20 +202,27 @@ def _store_rows(
 
 def _rotated(program: Program, operands: Sequence[WriteOperand], rotation: RotationStep) -> list[WriteOperand]:
     """Rotates keys and queries, as far as these are the program's, and returns the operands with the rotated keys."""
-    tokens, first = program.tokens, program.first
+    tokens, first, which = program.tokens, program.first, _rotated_operand(program, operands)
     if tokens == 1:
-        key = operands[0].rows if program.writes_keys else None
+        key = None if which is None else operands[which].rows
         rotation.rotate_token(key, program.spec, first, with_query=program.writes_values)
     else:
-        if program.writes_keys:
-            rotation.rotate_keys(operands[0].rows, program.spec, tokens, first)
+        if which is not None:
+            rotation.rotate_keys(operands[which].rows, program.spec, tokens, first)
         if program.writes_values:
             rotation.rotate_queries(tokens, first, program.first_owned)
+    results = list(operands)
+    if which is not None:
+        warpgroups.barrier()
+        results[which] = operands[which]._replace(rows=rotation.rotated_keys(program.spec, first))
+    return results
+
+
+def _rotated_operand(program: Program, operands: Sequence[WriteOperand]) -> int | None:
+    """Which of a program's operands are the keys that a rotation changes; None if it does not write these."""
     if not program.writes_keys:
-        return list(operands)
-    warpgroups.barrier()
-    keys, *values = operands
-    return [keys._replace(rows=rotation.rotated_keys(program.spec, first)), *values]
+        return None
+    return rotated_part(program.spec) if len(operands) > 1 else 0
 
 
 class _Staged(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rotary position embedding as a step of the write: rotates queries and keys before the keys are stored."""
+"""Rotary position embedding as a step of the write: rotates queries and keys, or rope keys, before these are stored."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RotationStep(NamedTuple):
 
     def rotated_keys(self, spec: AttentionSpec, first: jax.Array) -> Rows:
         """The rotated keys of a program's tokens, as the encoding reads them."""
-        return Rows(self.staged_keys[0 if codecs_of(spec)[0].reads_words else 1], first=first)
+        return Rows(self.staged_keys[0 if codecs_of(spec)[rotated_part(spec)].reads_words else 1], first=first)
 
     def rotate_token(self, key: Rows | None, spec: AttentionSpec, token: jax.Array, with_query: bool) -> None:
         """Rotates the key, unless that is None, and the query of a program's only token, if asked for.
@@ -170,9 +170,14 @@ class RotationStep(NamedTuple):
         self.staged_keys[1 - rotation.is_neox][:tokens] = other.reshape(tokens, -1)
 
 
+def rotated_part(spec: AttentionSpec) -> int:
+    """Which of the rows of a token is rotated: its key, or beside a latent its rope key."""
+    return int(spec.is_mla)
+
+
 def key_staging(spec: AttentionSpec, tokens: int, dtype: DType) -> Any:
     """Shared memory for rotated keys of `dtype`, 16 bits wide, as words and as elements."""
-    row = spec.num_kv_heads * spec.head_size
+    row = spec.num_kv_heads * spec.part_sizes[rotated_part(spec)]
     views = plgpu.SMEM((tokens, row // 2), jnp.uint32), plgpu.SMEM((tokens, row), dtype)
     # The interpreter cannot read through another view than was written.
     return views if compat.interpreting() else plgpu.RefUnion(*views)
