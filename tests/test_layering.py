@@ -158,7 +158,12 @@ MAX_PARAMETERS = 7
 # Packages whose public names have the signatures of contracts, of vLLM's operations or of transformers' interfaces.
 CONTRACTS = ("kvjax", "kvjax_torch", "kvjax_torch.transformers_cache")
 # What vLLM and transformers call: they say which parameters.
-CALLED_FROM_OUTSIDE = ("kvjax_vllm.attention", "kvjax_vllm.backend", "kvjax_torch.transformers.attention")
+CALLED_FROM_OUTSIDE = (
+    "kvjax_vllm.attention",
+    "kvjax_vllm.backend",
+    "kvjax_vllm.mla",
+    "kvjax_torch.transformers.attention",
+)
 
 
 def public_names(modules: Modules) -> set[str]:

@@ -55,6 +55,6 @@ except kvjax.UnsupportedError as error:
     warned, error = run(tmp_path, version, code)
     expected = "expected 0.33.*, as tested with 0.33.0: pip install 'vllm==0.33.*'"
     got = f"vllm: got version {version}{reason}, {expected}"
-    assert warned == f"RuntimeWarning vLLM runs without the attention backend KVJAX: {got}"
+    assert warned == f"RuntimeWarning vLLM runs without the attention backends KVJAX and KVJAX_MLA: {got}"
     assert error.startswith(f"vllm: got version {version}")
     assert error.endswith(expected)

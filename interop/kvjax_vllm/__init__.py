@@ -1,4 +1,4 @@
-"""kvjax as an attention backend of vLLM: `vllm serve MODEL --attention-backend KVJAX --kv-cache-dtype nvfp4`.
+"""kvjax as attention backends of vLLM: `vllm serve MODEL --attention-backend KVJAX --kv-cache-dtype nvfp4`.
 
 vLLM calls `register` in each of its processes: it is the entry point of the group `vllm.general_plugins`. docs/vllm.md
 is for users.
@@ -15,6 +15,11 @@ from typing import Any
 NAME = "KVJAX"
 """The backend's name in vLLM."""
 
+MLA_NAME = "KVJAX_MLA"
+"""The name of the backend of latents: like vLLM's own, models of MLA have one apart."""
+
+_CLASSES = {NAME: "kvjax_vllm.backend.KvjaxBackend", MLA_NAME: "kvjax_vllm.backend.KvjaxMLABackend"}
+
 TESTED = "0.33.0"
 """The version of vLLM that the plugin was tested with. Other patch versions of its series are accepted."""
 
@@ -25,29 +30,31 @@ _SERIES = TESTED.rpartition(".")[0]
 
 
 def register() -> None:
-    """Makes the backend and its `MIXED_DTYPES` known to vLLM. Nothing else changes until they are chosen.
+    """Makes the backends and `MIXED_DTYPES` known to vLLM. Nothing else changes until they are chosen.
 
-    A vLLM of another interface gets a warning: it stops if a plugin raises, and nobody may want this backend.
+    A vLLM of another interface gets a warning: it stops if a plugin raises, and nobody may want these backends.
     """
     try:
         check_version()
         register_dtypes()
-        register_name()
+        for name in _CLASSES:
+            register_name(name)
     except NotImplementedError as error:
-        warnings.warn(f"vLLM runs without the attention backend {NAME}: {error}", RuntimeWarning, stacklevel=2)
+        names = " and ".join(_CLASSES)
+        warnings.warn(f"vLLM runs without the attention backends {names}: {error}", RuntimeWarning, stacklevel=2)
 
 
-def register_name() -> Any:
-    """Registers the backend's class with vLLM, unless that is done, and returns its name in vLLM's enumeration."""
+def register_name(name: str) -> Any:
+    """Registers a backend's class with vLLM, unless that is done, and returns its name in vLLM's enumeration."""
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
         raise other_interface(error) from error
-    if NAME not in AttentionBackendEnum.__members__:
-        register_backend(NAME, "kvjax_vllm.backend.KvjaxBackend")
+    if name not in AttentionBackendEnum.__members__:
+        register_backend(name, _CLASSES[name])
         # A process that vLLM spawns reads its configuration, a pickle, before it loads plugins.
-        AttentionBackendEnum[NAME].__reduce_ex__ = lambda protocol: (register_name, ())
-    return AttentionBackendEnum[NAME]
+        AttentionBackendEnum[name].__reduce_ex__ = lambda protocol: (register_name, (name,))
+    return AttentionBackendEnum[name]
 
 
 def register_dtypes() -> None:

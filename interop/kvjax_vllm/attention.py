@@ -17,7 +17,7 @@ from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import prompt_kernels, prompts
 from kvjax_vllm.pages import cache_views
-from kvjax_vllm.scales import LayerScales, scales_of_layers
+from kvjax_vllm.scales import ScaledImpl
 from kvjax_vllm.step import KvjaxMetadata, StepSequences
 
 logger = init_logger("vllm.kvjax")
@@ -42,7 +42,7 @@ class AttentionKeywords(TypedDict):
     sinks: torch.Tensor | None
 
 
-class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
+class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
     """The attention of one layer of a model."""
 
     def __init__(
@@ -66,7 +66,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
-        self._vllm_config = get_current_vllm_config_or_none()
+        self.vllm_config = get_current_vllm_config_or_none()
         self._sinks = sinks
         self._options: AttentionKeywords = {
             "sm_scale": self.scale,
@@ -74,7 +74,6 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             "logits_soft_cap": logits_soft_cap or None,
             "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
         }
-        self._scales: LayerScales | None = None
         self._serves_prompts = False  # whether kernels for prompts are compiled
         self._in_fp8: bool | None = None  # whether prompts are attended to by products in fp8, once it is known
 
@@ -106,7 +105,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: got a scale, expected None: results are not quantized")
         if attn_metadata is None:  # vLLM measures the memory that a step takes
-            self._resolve_scales(layer)
+            self.resolve_scales(layer)
             self._take_memory_of_prompts(query, output)
             return output.fill_(0)
         stored = self._stored(layer, kv_cache)
@@ -175,16 +174,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
             views = cache_views(kv_cache, self.head_size, self.kv_quant_mode)
             setattr(kv_cache, VIEWS, views)
         key_cache, value_cache, *scales = views
-        return StoredPages((key_cache, value_cache), (self.kv_cache_dtype, *(scales or self._resolve_scales(layer))))
-
-    def _resolve_scales(self, layer: Any) -> LayerScales:
-        """The layer's scales; the first layer to ask resolves those of all, so that errors come before requests."""
-        if self._scales is None and self._vllm_config is not None:
-            known = self._vllm_config.compilation_config.static_forward_context
-            layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), KvjaxImpl)}
-            for name, scales in scales_of_layers(self._vllm_config, layers).items():
-                layers[name].impl._scales = scales
-        return self._scales or (layer._k_scale, layer._v_scale)
+        return StoredPages((key_cache, value_cache), (self.kv_cache_dtype, *(scales or self.resolve_scales(layer))))
 
     def _route(self, query: torch.Tensor, output: torch.Tensor, in_fp8: bool) -> Route:
         """What serves prompts."""
@@ -210,7 +200,7 @@ class KvjaxImpl(AttentionImpl[KvjaxMetadata]):
 
     def _take_memory_of_prompts(self, query: torch.Tensor, output: torch.Tensor) -> None:
         """Allocates and frees what a step of prompts takes at most: their dense keys and values, and more."""
-        config = self._vllm_config
+        config = self.vllm_config
         if config is None:
             return
         longest = config.model_config.max_model_len

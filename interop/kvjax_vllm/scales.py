@@ -11,7 +11,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import KVQuantMode
+from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 import kvjax
 from kvjax import KVCacheValueError, KVScales, ModelKVConfig
@@ -24,6 +24,33 @@ SCALED = KVQuantMode.FP8_PER_TENSOR, *NVFP4_VALUES
 
 type LayerScales = tuple[torch.Tensor, torch.Tensor]
 """`k_scale, v_scale`: float32 tensors of one element, or of one for each of the rank's KV heads."""
+
+
+class ScaledImpl:
+    """The part of a layer's attention that knows its decode scales: those of the checkpoint, or of a file.
+
+    Attributes:
+      vllm_config: vLLM's configuration, or None.
+    """
+
+    vllm_config: Any
+    _scales: LayerScales | None = None
+
+    def resolve_scales(self, layer: Any) -> LayerScales:
+        """The layer's scales."""
+        return self.known_scales() or (layer._k_scale, layer._v_scale)
+
+    def known_scales(self) -> LayerScales | None:
+        """The layer's scales, None without a configuration of vLLM.
+
+        The first layer to ask resolves those of all, so that errors come before requests.
+        """
+        if self._scales is None and self.vllm_config is not None:
+            known = self.vllm_config.compilation_config.static_forward_context
+            layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), ScaledImpl)}
+            for name, scales in scales_of_layers(self.vllm_config, layers).items():
+                layers[name].impl._scales = scales
+        return self._scales
 
 
 def file_of_scales(vllm_config: Any) -> str | None:
@@ -44,22 +71,22 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
 
     Args:
       vllm_config: vLLM's configuration.
-      layers: this process's layers of this backend: `Attention` modules whose weights are loaded.
+      layers: this process's layers of these backends: modules whose weights are loaded.
 
     Raises:
       KVCacheValueError: a file of scales that is not this model's: the message names the layers.
       OSError: the file cannot be read.
     """
     own = {name: (layer._k_scale, layer._v_scale) for name, layer in layers.items()}
-    scaled = {name: layer for name, layer in layers.items() if layer.impl.kv_quant_mode in SCALED}
+    scaled = {name: layer for name, layer in layers.items() if _mode(layer) in SCALED}
     path = file_of_scales(vllm_config)
     if path is None or not scaled:
-        _warn_of_ones([layer for layer in scaled.values() if layer.impl.kv_quant_mode in NVFP4_VALUES])
+        _warn_of_ones([layer for layer in scaled.values() if _mode(layer) in NVFP4_VALUES])
         return own
     dtypes = {layer.kv_cache_dtype for layer in scaled.values()}
     by_dtype = {dtype: load_scales(path, vllm_config, dtype) for dtype in dtypes}
     for name, layer in scaled.items():
-        index = extract_layer_index(layer.kv_sharing_target_layer_name or name)
+        index = extract_layer_index(getattr(layer, "kv_sharing_target_layer_name", None) or name)
         by_index = by_dtype[layer.kv_cache_dtype]
         if name.startswith("draft") or index >= len(by_index):  # a draft model's layer, which calibration did not see
             continue
@@ -93,6 +120,10 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None
     return [by_index[index] if index in named else None for index in range(model.num_hidden_layers)]
 
 
+def _mode(layer: Any) -> KVQuantMode:
+    return get_kv_quant_mode(layer.kv_cache_dtype)
+
+
 def _of_rank(scale: np.ndarray | np.float32, num_kv_heads: int, device: torch.device) -> torch.Tensor:
     """One scale, or those of the KV heads of this rank of tensor parallelism, which may share heads with others."""
     scale = np.array(scale, np.float32)
@@ -106,7 +137,7 @@ def _of_rank(scale: np.ndarray | np.float32, num_kv_heads: int, device: torch.de
 def _warn_of_ones(layers: list[Any]) -> None:
     # Keys of mixed dtypes do not lose small magnitudes, whatever their scale.
     if layers and all(
-        layer._v_scale_float == 1.0 and (layer._k_scale_float == 1.0 or layer.impl.kv_quant_mode is KVQuantMode.CUSTOM)
+        layer._v_scale_float == 1.0 and (layer._k_scale_float == 1.0 or _mode(layer) is KVQuantMode.CUSTOM)
         for layer in layers
     ):
         logger.warning(

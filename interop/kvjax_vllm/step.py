@@ -80,7 +80,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
                 slice(0, num_rows),
                 common.block_table_tensor[:num_decodes],
                 common.seq_lens[:num_decodes],
-                _equal_q_len(common.query_start_loc_cpu[: num_decodes + 1], num_rows),
+                equal_q_len(common.query_start_loc_cpu[: num_decodes + 1], num_rows),
                 min(common.max_query_len, self.reorder_batch_threshold),
                 bounds[: num_decodes + 1],
             )
@@ -100,7 +100,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
         return KvjaxMetadata(decodes, prompts)
 
 
-def _equal_q_len(bounds: torch.Tensor, num_rows: int) -> int:
+def equal_q_len(bounds: torch.Tensor, num_rows: int) -> int:
     """The query tokens of every sequence; 0 if they differ.
 
     A batch that is padded for a graph has rows for its last sequences too, of which `bounds` do not tell.

@@ -392,7 +392,7 @@ def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
         ({"dtype": torch.float32}, "dtype"),
         ({"kv_cache_dtype": "turboquant_k8v4"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype"),
-        ({"use_mla": True}, "MLA"),
+        ({"use_mla": True}, kvjax_vllm.MLA_NAME),
         ({"use_sparse": True}, "sparse"),
         ({"use_mm_prefix": True}, "multimodal"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "ENCODER_ONLY"),
@@ -406,8 +406,8 @@ def test_dtypes_that_kernels_read_are_accepted_on_a_gpu(dtype: str):
     ids=str,
 )
 def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], reason: str):
-    [found] = BACKEND.validate_configuration(**ACCEPTED | changed)
-    assert reason in found
+    found = BACKEND.validate_configuration(**ACCEPTED | changed)
+    assert reason in found[-1]
 
 
 def test_alibi_is_refused_by_name():
@@ -429,10 +429,11 @@ def test_attention_that_is_not_causal_is_refused():
 
 
 def test_registering_twice_changes_nothing():
-    before = AttentionBackendEnum[kvjax_vllm.NAME]
+    names = kvjax_vllm.NAME, kvjax_vllm.MLA_NAME
+    before = [AttentionBackendEnum[name] for name in names]
     handlers = [get_kv_cache_dtype_handler(dtype) for dtype in kvjax_vllm.MIXED_DTYPES]
     kvjax_vllm.register()
-    assert AttentionBackendEnum[kvjax_vllm.NAME] is before
+    assert [AttentionBackendEnum[name] for name in names] == before
     assert [get_kv_cache_dtype_handler(dtype) for dtype in kvjax_vllm.MIXED_DTYPES] == handlers
     assert None not in handlers
 
@@ -450,11 +451,13 @@ def test_mixed_dtypes_are_arguments_of_vllm_that_only_this_backend_takes(dtype: 
         assert not backend.supports_kv_cache_dtype(dtype)
 
 
-def test_a_process_without_the_plugin_reads_a_configuration_that_names_the_backend():
-    pickled = pickle.dumps({"backend": AttentionBackendEnum[kvjax_vllm.NAME]})
+@pytest.mark.parametrize("backend", ["KvjaxBackend", "KvjaxMLABackend"])
+def test_a_process_without_the_plugin_reads_a_configuration_that_names_the_backend(backend: str):
+    name = kvjax_vllm.NAME if backend == "KvjaxBackend" else kvjax_vllm.MLA_NAME
+    pickled = pickle.dumps({"backend": AttentionBackendEnum[name]})
     code = f"import pickle; print(pickle.loads({pickled!r})['backend'].get_path())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "kvjax_vllm.backend.KvjaxBackend"
+    assert done.stdout.split()[-1] == f"kvjax_vllm.backend.{backend}"
 
 
 def test_registering_imports_neither_kvjax_nor_jax():
@@ -502,7 +505,6 @@ def scaled_config(path: Any, num_layers: int = 2, **settings: Any) -> Any:
 def scaled_layers(dtype: str, num_layers: int = 2) -> dict[str, Any]:
     def layer() -> Any:
         return SimpleNamespace(
-            impl=SimpleNamespace(kv_quant_mode=get_kv_quant_mode(dtype)),
             kv_cache_dtype=dtype,
             kv_sharing_target_layer_name=None,
             num_kv_heads=KV_HEADS,

@@ -6,6 +6,7 @@ values in a `KvjaxCache` of the same dtype. Each test starts an engine in a proc
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,10 +60,12 @@ def llama() -> transformers.PreTrainedModel:
 
 
 def repeating() -> transformers.PreTrainedModel:
-    """A Llama that likes to say a token again, which drafts of n-grams find: each layer adds little to it."""
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
-    )
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
+    return repeats(transformers.LlamaForCausalLM(config))
+
+
+def repeats(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """Has a model like to say a token again, which drafts of n-grams find: each layer adds little to it."""
     for layer in model.model.layers:
         for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
             added.weight.data *= 0.2
@@ -100,7 +104,22 @@ def gpt_oss() -> transformers.PreTrainedModel:
     return model
 
 
-MODELS = {"llama": llama, "repeating": repeating, "gemma3": gemma3, "gpt_oss": gpt_oss}
+def deepseek() -> transformers.PreTrainedModel:
+    """Of multi-head latent attention, with dense MLPs alone."""
+    latents = {"q_lora_rank": 64, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48}
+    sizes = SIZES | {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": 64}
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**sizes | latents, num_hidden_layers=2, first_k_dense_replace=2)
+    )
+
+
+def repeating_deepseek() -> transformers.PreTrainedModel:
+    model = deepseek()
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)  # vLLM's DeepSeek does not tie them
+    return repeats(model)
+
+
+MODELS = {of.__name__: of for of in (llama, repeating, gemma3, gpt_oss, deepseek, repeating_deepseek)}
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +184,9 @@ def compare(model: transformers.PreTrainedModel, served: dict[str, Any], cache_o
     return worst
 
 
-def deviation(model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any]) -> float:
+def deviation(
+    model: transformers.PreTrainedModel, served: dict[str, Any], cache_options: dict[str, Any] | None
+) -> float:
     """The largest difference from a model that need not be the one that was served."""
     return differences(model, served, cache_options)[0]
 
@@ -202,6 +223,8 @@ def test_a_model_in_float32_gives_what_transformers_gives(saved: Any, tmp_path: 
     assert served["sequences"][-1]["cached"] >= SHARED // 16 * 16 - 16 or model_type != "llama"
 
 
+MLA: dict[str, Any] = {"attention_backend": "KVJAX_MLA"}
+
 QUANTIZED = "fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4", "nvfp4_4over6", *MIXED_DTYPES
 
 
@@ -215,6 +238,68 @@ def test_a_quantized_cache_gives_what_transformers_gives_over_the_same(saved: An
     error = compare(model, served, {"kv_cache_dtype": dtype, "k_scale": 1.0, "v_scale": 1.0})
     print(f"llama, {dtype}: log-probabilities deviate by {error:.1e}")
     assert error < 0.05
+
+
+def test_latents_in_float32_give_what_transformers_gives(saved: Any, tmp_path: pathlib.Path):
+    model, folder = saved("deepseek")
+    # As above, the pool does not hold all sequences to their ends.
+    served = serve(folder, "deepseek", tmp_path, num_gpu_blocks_override=17, disable_log_stats=False, **MLA)
+    error = compare(model, served, None)
+    print(f"deepseek: log-probabilities of float32 deviate by {error:.1e}")
+    assert error < 1e-3
+    assert served["counts"]["num_preemptions"] > 0
+    assert {"prompts", "decodes", "prompts beside decodes", "prompts with a context"} <= {*served["kinds"]}
+
+
+@contextlib.contextmanager
+def fp8_latents(model: transformers.PreTrainedModel, scales: list[float]) -> Iterator[None]:
+    """Has tokens after the prompt attend to latents and rope keys as they are stored; prompts attend to their own."""
+
+    def rounded(x: torch.Tensor, module: Any) -> torch.Tensor:
+        scale = scales[module.layer_idx]
+        return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+    def expand(module: Any, projection: Any, args: Any, _: Any) -> None:
+        module.stored = torch.nn.functional.linear(rounded(args[0], module), projection.weight)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        num_heads, num_tokens = query.shape[1:3]
+        nope, prompt = module.qk_nope_head_dim, num_tokens - NEW_TOKENS
+        expanded = module.stored.reshape(1, num_tokens, num_heads, -1).transpose(1, 2)
+        keys, values = expanded.split([nope, value.shape[-1]], -1)
+        stored = torch.cat([keys, rounded(key[..., nope:], module)], -1), values
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(query, *of, is_causal=True, scale=scaling)
+            for of in ((key, value), stored)
+        ]
+        return torch.cat([parts[0][:, :, :prompt], parts[1][:, :, prompt:]], 2).transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    transformers.AttentionInterface.register("fp8_latents", attend)
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [of.kv_b_proj.register_forward_hook(functools.partial(expand, of)) for of in layers]
+    model.set_attn_implementation("fp8_latents")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+
+
+def test_latents_in_fp8_with_scales_of_a_file(saved: Any, tmp_path: pathlib.Path):
+    """vLLM's gather on a CPU reads no fp8, so that prompts come whole."""
+    model, folder = saved("deepseek")
+    scales = [0.01, 0.03]
+    options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False, "max_num_batched_tokens": 512, **MLA}
+    setting = write_scales(tmp_path, {"k_scale": scales})
+    served = serve(folder, "deepseek", tmp_path, additional_config=setting, **options)
+    with fp8_latents(model, scales):
+        error = compare(model, served, None)
+    print(f"deepseek, fp8 with scales: log-probabilities deviate by {error:.1e}")
+    assert error < 0.05
+    with fp8_latents(model, [0.03, 0.01]):
+        assert deviation(model, served, None) > 4 * error
 
 
 def write_scales(tmp_path: pathlib.Path, scales: dict[str, list[Any]]) -> dict[str, Any]:
@@ -260,10 +345,13 @@ def test_ranks_of_tensor_parallelism_take_their_heads_scales(saved: Any, tmp_pat
     assert deviation(model, served, {"kv_cache_dtype": "fp8", **swapped}) > error
 
 
-def test_drafts_of_different_lengths_give_what_transformers_gives(saved: Any, tmp_path: pathlib.Path):
-    model, folder = saved("repeating")
+@pytest.mark.parametrize(("model_type", "options"), [("repeating", {}), ("repeating_deepseek", MLA)])
+def test_drafts_of_different_lengths_give_what_transformers_gives(
+    saved: Any, tmp_path: pathlib.Path, model_type: str, options: dict[str, Any]
+):
+    model, folder = saved(model_type)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    served = serve(folder, "repeating", tmp_path, speculative_config=drafts, disable_log_stats=False)
+    served = serve(folder, model_type, tmp_path, speculative_config=drafts, disable_log_stats=False, **options)
     error = compare(model, served, None)
     drafted, accepted = (served["counts"][f"spec_decode_num_{of}"] for of in ("drafts", "accepted_tokens"))
     print(f"{drafted} drafts, {accepted} tokens accepted: log-probabilities deviate by {error:.1e}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from examples.clients.tests import vllm_on_cpu
@@ -56,21 +57,30 @@ def main() -> None:
 
 
 def _kinds_of_steps() -> set[str]:
-    """The kinds of steps that the backend will have divided batches into, in this process."""
+    """The kinds of steps that the backends will have divided batches into, in this process."""
+    from kvjax_vllm.mla import KvjaxMLAMetadataBuilder
     from kvjax_vllm.step import KvjaxMetadataBuilder
 
     kinds: set[str] = set()
-    build = KvjaxMetadataBuilder.build
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        step = build(*args, **kwargs)
-        if (of := step.decodes) is not None:
-            kinds.add("unequal drafts" if not of.q_len else "drafts" if of.q_len > 1 else "decodes")
-        if step.prompts is not None:
-            kinds.add("prompts" if step.decodes is None else "prompts beside decodes")
-        return step
+    def note(builder: Any, parts: Callable[[Any], tuple[Any, Any]]) -> None:
+        build = builder.build
 
-    KvjaxMetadataBuilder.build = noted
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            step = build(*args, **kwargs)
+            decodes, prompts = parts(step)
+            if decodes is not None:
+                kinds.add("unequal drafts" if not decodes.q_len else "drafts" if decodes.q_len > 1 else "decodes")
+            if prompts is not None:
+                kinds.add("prompts" if decodes is None else "prompts beside decodes")
+                if getattr(prompts, "chunked_context", None) is not None:
+                    kinds.add("prompts with a context")
+            return step
+
+        builder.build = noted
+
+    note(KvjaxMetadataBuilder, lambda step: (step.decodes, step.prompts))
+    note(KvjaxMLAMetadataBuilder, lambda step: (step.decode, step.prefill))
     return kinds
 
 

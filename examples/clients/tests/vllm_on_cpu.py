@@ -40,7 +40,17 @@ def patch() -> None:
     def own_backend(cls: Any, selected: Any, *args: Any, **kwargs: Any) -> str:
         return AttentionBackendEnum["KVJAX"].get_path() if selected is None else selected.get_path()
 
+    check_config = CpuPlatform.check_and_update_config
+
+    def keep_scheduling(cls: Any, config: Any) -> None:
+        scheduler, cache = config.scheduler_config, config.cache_config
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        check_config(config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
+
     CpuPlatform.get_attn_backend_cls = classmethod(own_backend)  # the platform allows only its own
+    # Its own MLA backend serves neither chunked prompts nor prefix caching.
+    CpuPlatform.check_and_update_config = classmethod(keep_scheduling)
     CpuPlatform.import_kernels = classmethod(lambda cls: None)
     for signature, implementation in (
         ("init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None),
