@@ -75,6 +75,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
             "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
         }
         self._serves_prompts = False  # whether kernels for prompts are compiled
+        self._rotates_keys = False  # once scales are known
         self._in_fp8: bool | None = None  # whether prompts are attended to by products in fp8, once it is known
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -82,12 +83,18 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         if self._sinks is not None and (own := self._options["sinks"]) is not None:
             own.copy_(self._sinks.detach())
 
+    def rotate_keys(self) -> None:
+        """Makes the layer store rotated keys, and rotate queries."""
+        self._rotates_keys = True
+
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes a step's tokens; those beyond the slots are padding."""
         (key_cache, value_cache), how = self._stored(layer, kv_cache)
-        kvjax_torch.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, *how, unique_slots=True)
+        kvjax_torch.reshape_and_cache_flash(
+            self._rotated(key), value, key_cache, value_cache, slot_mapping, *how, unique_slots=True
+        )
 
     def forward(
         self,
@@ -104,6 +111,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         """Attends to a layer's pages: `[num_tokens, num_heads, head_size]`, into `output`. Padding is undefined."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: got a scale, expected None: results are not quantized")
+        query = self._rotated(query)
         if attn_metadata is None:  # vLLM measures the memory that a step takes
             self.resolve_scales(layer)
             self._take_memory_of_prompts(query, output)
@@ -121,6 +129,11 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
             rows, out = query[prompts.rows], output[prompts.rows]
             self._ragged(rows, stored, prompts, out, max_prompts=prompts.num_seqs, decode_q_len=0)
         return output
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys as the pages have them."""
+        self.known_scales()
+        return kvjax_torch.hadamard_transform(x) if self._rotates_keys else x
 
     def _decode(self, rows: torch.Tensor, stored: StoredPages, of: StepSequences, out: torch.Tensor) -> None:
         if of.q_len > 1:
@@ -190,7 +203,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
     def _attends_in_fp8(self, query: torch.Tensor, output: torch.Tensor) -> bool:
         """Whether vLLM's `use_prefill_query_quantization` is set, and products in fp8 serve the layer."""
         if self._in_fp8 is None:
-            config = self._vllm_config
+            config = self.vllm_config
             self._in_fp8 = config is not None and config.attention_config.use_prefill_query_quantization
             if self._in_fp8 and (reason := self._route(query, output, True).why_no_prompt_kernel) is not None:
                 self._in_fp8 = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 import kvjax
 from kvjax import KVCacheValueError, KVScales, ModelKVConfig
+from kvjax.scales import read_key_rotation
 
 logger = init_logger("vllm.kvjax")
 
@@ -28,6 +30,8 @@ type LayerScales = tuple[torch.Tensor, torch.Tensor]
 
 class ScaledImpl:
     """The part of a layer's attention that knows its decode scales: those of the checkpoint, or of a file.
+
+    A file may also say which layers rotate their keys.
 
     Attributes:
       vllm_config: vLLM's configuration, or None.
@@ -50,7 +54,17 @@ class ScaledImpl:
             layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), ScaledImpl)}
             for name, scales in scales_of_layers(self.vllm_config, layers).items():
                 layers[name].impl._scales = scales
+            for name in rotated_layers(self.vllm_config, layers):
+                layers[name].impl.rotate_keys()
         return self._scales
+
+    def rotate_keys(self) -> None:
+        """Makes the layer store rotated keys.
+
+        Raises:
+          KVCacheValueError: it cannot.
+        """
+        raise KVCacheValueError(f"{SETTING}: got a file of rotated keys for a model of latents (MLA), expected another")
 
 
 def file_of_scales(vllm_config: Any) -> str | None:
@@ -86,7 +100,7 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
     dtypes = {layer.kv_cache_dtype for layer in scaled.values()}
     by_dtype = {dtype: load_scales(path, vllm_config, dtype) for dtype in dtypes}
     for name, layer in scaled.items():
-        index = extract_layer_index(getattr(layer, "kv_sharing_target_layer_name", None) or name)
+        index = _index(name, layer)
         by_index = by_dtype[layer.kv_cache_dtype]
         if name.startswith("draft") or index >= len(by_index):  # a draft model's layer, which calibration did not see
             continue
@@ -96,6 +110,22 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
         own[name] = k_scale, v_scale
     logger.info("kvjax: decode scales of %d layers from %s", len(scaled), path)
     return own
+
+
+def rotated_layers(vllm_config: Any, layers: Mapping[str, Any]) -> list[str]:
+    """The layers with quantized keys that a file of `kvjax calibrate --key-rotation` names.
+
+    Raises:
+      KVCacheValueError: the file's metadata is not what `kvjax calibrate` writes.
+      OSError: the file cannot be read.
+    """
+    path = file_of_scales(vllm_config)
+    rotated = read_key_rotation(Path(path)) if path else ()
+    return [
+        name
+        for name, layer in layers.items()
+        if not name.startswith("draft") and _mode(layer) is not KVQuantMode.NONE and _index(name, layer) in rotated
+    ]
 
 
 def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None]:
@@ -115,9 +145,16 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None
             f"{path}: got scales of layer {max(more)}, expected those of a model of {model.num_hidden_layers} layers"
         )
     skipped = [*{*model.layer_indices} - named]  # of which no scale is missed
-    scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped)
+    rotated = read_key_rotation(Path(path))
+    scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped, key_rotation=rotated)
     by_index = dict(zip(model.layer_indices, scales, strict=True))
     return [by_index[index] if index in named else None for index in range(model.num_hidden_layers)]
+
+
+def _index(name: str, layer: Any) -> int:
+    """The index of the layer whose cache a layer reads."""
+    index: int = extract_layer_index(getattr(layer, "kv_sharing_target_layer_name", None) or name)
+    return index
 
 
 def _mode(layer: Any) -> KVQuantMode:

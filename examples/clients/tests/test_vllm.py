@@ -149,6 +149,7 @@ def run(
     sinks: torch.Tensor | None = None,
     model_dtype: torch.dtype = torch.bfloat16,
     in_fp8: bool = False,
+    rotates_keys: bool = False,
 ) -> Ran:
     """Writes and attends as vLLM's runner does, in the second of three layers, and checks results and bytes."""
     torch.manual_seed(0)
@@ -168,7 +169,10 @@ def run(
     impl = BACKEND.get_impl_cls()(*shape, None, window, dtype, cap, AttentionType.DECODER, None, **options)
     impl.process_weights_after_loading(model_dtype)
     if in_fp8:
-        impl._vllm_config = quantizing_queries()
+        impl.vllm_config = quantizing_queries()
+    rotated = kvjax_torch.hadamard_transform if rotates_keys else torch.clone
+    if rotates_keys:
+        impl.rotate_keys()
 
     num_seqs, order = len(step.seq_lens), iter(torch.randperm(BLOCKS).tolist())
     table = torch.full((num_seqs + step.padding, 8), -1, dtype=torch.int32)
@@ -226,7 +230,7 @@ def run(
     for seq, length in enumerate(step.seq_lens):
         rows = slice(int(bounds[seq]), int(bounds[seq + 1]))
         own = (x[seq, :length] for x in gathered)
-        expected = attention(query[rows], *own, window, cap, sinks)
+        expected = attention(rotated(query[rows]), *own, window, cap, sinks)
         is_rounded = in_fp8 and step.q_lens[seq] > 1 + step.drafts and dtype not in ("auto", "fp8_e5m2")
         tolerance = 0.3 if is_rounded else 0.01
         torch.testing.assert_close(output[rows].double(), expected, rtol=tolerance, atol=tolerance)
@@ -234,7 +238,7 @@ def run(
         assert (error > 0.01) == is_rounded
         assert error < 0.1
         if get_kv_quant_mode(dtype) == 0:
-            assert torch.equal(gathered[0][seq, :length], keys[seq].float())
+            assert torch.equal(gathered[0][seq, :length], rotated(keys[seq]).float())
     return Ran(metadata, spec, kv_cache, *gathered, table, step.seq_lens, scale)
 
 
@@ -267,6 +271,11 @@ def test_prompts_are_attended_to_by_products_in_fp8_where_vllm_is_asked_to(dtype
     for name in ("decodes and prompts", "drafts of different lengths"):
         run(dtype, LAYOUTS[0], STEPS[name], in_fp8=True)
     assert len(warned) == (dtype == "fp8_e5m2")
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "int8_per_token_head", "auto"])
+def test_layers_of_rotated_keys_rotate_queries(dtype: str):
+    run(dtype, LAYOUTS[0], STEPS["decodes and prompts"], rotates_keys=True)
 
 
 def test_a_float16_model():
@@ -517,13 +526,13 @@ def scaled_layers(dtype: str, num_layers: int = 2) -> dict[str, Any]:
     return {f"model.layers.{index}.self_attn.attn": layer() for index in range(num_layers)}
 
 
-def scale_file(path: Any, scales: dict[int, float | list[float]]) -> Any:
+def scale_file(path: Any, scales: dict[int, float | list[float]], **metadata: str) -> Any:
     tensors = {
         f"model.layers.{index}.self_attn.{kind}_scale": np.array(value, np.float32)
         for index, value in scales.items()
         for kind in "kv"
     }
-    save_file(tensors, path)
+    save_file(tensors, path, metadata)
     return path
 
 
@@ -534,6 +543,35 @@ def test_a_file_gives_each_layer_its_scales(tmp_path: Any):
     for dtype in ("nvfp4", "fp8", "fp8_e5m2", "fp8_k_nvfp4_v"):
         found = scales_of_layers(scaled_config(path), scaled_layers(dtype))
         assert [scale.item() for scales in found.values() for scale in scales] == [0.25, 0.25, 0.125, 0.125]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rotated"), [("nvfp4", [1]), ("int8_per_token_head", [1]), ("auto", [])], ids=lambda x: str(x)
+)
+def test_a_file_of_rotated_keys_makes_its_quantized_layers_rotate(tmp_path: Any, dtype: str, rotated: list[int]):
+    from kvjax_vllm.scales import ScaledImpl, scales_of_layers
+
+    rotation = {"kvjax_key_rotation": "1", "kvjax_amax_divisor": "2688"}
+    config = scaled_config(scale_file(tmp_path / "scales.safetensors", {0: 0.25, 1: 0.125}, **rotation))
+    layers = scaled_layers(dtype)
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    for layer in layers.values():
+        layer.impl = BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, kv_cache_dtype=dtype)
+        layer.impl.vllm_config = config
+    first, *_ = layers.values()
+    scales = first.impl.resolve_scales(first)
+    assert [layer.impl._rotates_keys for layer in layers.values()] == [index in rotated for index in (0, 1)]
+    if dtype == "nvfp4":
+        assert [scale.item() for scale in scales] == [0.25, 0.25]
+        assert len(scales_of_layers(config, layers)) == 2
+    latents = ScaledImpl()
+    first.impl, latents.vllm_config = latents, config
+    config.additional_config["kvjax"]["scales"] = str(
+        scale_file(tmp_path / "latents.safetensors", {0: 0.25, 1: 0.125}, **rotation | {"kvjax_key_rotation": "0"})
+    )
+    if rotated:
+        with pytest.raises(KVCacheValueError, match="rotated keys for a model of latents"):
+            latents.known_scales()
 
 
 @pytest.mark.parametrize("dtype", ["int8_k_nvfp4_v", "int8_k_nvfp4_4over6_v"])
