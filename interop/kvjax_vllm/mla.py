@@ -1,7 +1,8 @@
 """Multi-head latent attention of a layer: vLLM's prefill, and `kvjax_torch` for writes and sequences that decode.
 
 Pages are `[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]`, those of vLLM's own backends. Prompts attend to
-expanded keys and values of each head, by a prefill backend of vLLM, which reads the context with vLLM's gather.
+expanded keys and values of each head, by a prefill backend of vLLM, which reads the context with vLLM's gather. kvjax
+writes, not vLLM, so that pages have the bytes that its attention is tested with, on a CPU too, where vLLM has no write.
 """
 
 from __future__ import annotations

@@ -263,8 +263,8 @@ def test_fp8_in_every_layout(config_of: Any, dtype: str, layout: KVCacheLayout):
         run(config, step, layout, scale=0.03)
 
 
-def test_fp8_bytes_are_those_of_vllms_write(config_of: Any):
-    """vLLM divides by the scale in float32 and rounds to the nearest e4m3, like torch."""
+def test_fp8_bytes_are_quotients_by_the_scale_rounded_to_nearest(config_of: Any):
+    """As vLLM's write defines them, whose operation is of GPUs alone."""
     ran = run(config_of("bfloat16", kv_cache_dtype="fp8"), STEPS["decodes"], scale=0.25, atol=0.03)
     for row, length, *parts in zip(ran.table, ran.step.seq_lens, ran.latents, ran.rope_keys, strict=True):
         pages = ran.layer.kv_cache[row[: -(-length // BLOCK_SIZE)].long()].view(torch.uint8).flatten(0, 1)
