@@ -76,6 +76,7 @@ from kvjax.scale_values import MAX_SCALE as MAX_SCALE
 from kvjax.scale_values import MIN_SCALE as MIN_SCALE
 from kvjax.scale_values import check_scale as check_scale
 from kvjax.scales import KVScales as KVScales
+from kvjax.scales import load_key_rotation as load_key_rotation
 from kvjax.scales import load_kv_scales as load_kv_scales
 from kvjax.shared_pages import LayerGroup as LayerGroup
 from kvjax.shared_pages import group_layers as group_layers

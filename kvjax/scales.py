@@ -139,7 +139,7 @@ def load_kv_scales(
     path = None if isinstance(checkpoint, Mapping) or not Path(checkpoint).is_file() else Path(checkpoint)
     if path and amax_divisor is None:
         amax_divisor = _divisor_in_file(path)
-    _check_rotation(key_rotation, read_key_rotation(path) if path else ())
+    _check_rotation(key_rotation, load_key_rotation(path) if path else ())
     layers = read_layer_scales(tensors, model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor)
     folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
     if folder and model.quantization_config is None and _declares_quantized_cache(folder):
@@ -153,12 +153,17 @@ def load_kv_scales(
     return tuple(layer.scales for layer in layers)
 
 
-def read_key_rotation(path: Path) -> tuple[int, ...]:
-    """Returns the layers whose scales in a file are those of rotated keys.
+def load_key_rotation(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Returns the layers whose scales in a file are those of rotated keys: `key_rotation` of `load_kv_scales`.
+
+    Args:
+      path: a safetensors file, of `kvjax calibrate --key-rotation`; others name no layers.
 
     Raises:
-      KVCacheValueError: the file's metadata is not what `kvjax calibrate` writes.
+      KVCacheValueError: the file's metadata is not what `kvjax calibrate` writes, or it is no safetensors file.
+      OSError: the file cannot be read.
     """
+    path = Path(path)
     text = read_metadata(path).get(KEY_ROTATION)
     if text is None:
         return ()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax import KVCacheTypeError, KVCacheValueError, ModelKVConfig, load_kv_scales
+from kvjax import KVCacheTypeError, KVCacheValueError, ModelKVConfig, load_key_rotation, load_kv_scales
 from kvjax.tensor_files import INDEX, open_tensors
 
 LAYER = "model.layers.0.self_attn."
@@ -174,6 +174,7 @@ def test_scales_of_rotated_keys_are_loaded_for_the_layers_that_rotate_them(tmp_p
     path = tmp_path / "scales.safetensors"
     scales, metadata = {K: np.float32([0.25]), V: np.float32([0.5])}, {"kvjax_amax_divisor": "448"}
     save_file(scales, path, metadata=metadata | {"kvjax_key_rotation": "0"})
+    assert load_key_rotation(path) == (0,)
     assert load_kv_scales(path, MODEL, "fp8", key_rotation=[0])[0] == (0.25, 0.5)
     with pytest.raises(KVCacheValueError, match=r"^key_rotation: got \(\), expected \(0,\), the layers"):
         load_kv_scales(path, MODEL, "fp8")
@@ -182,6 +183,7 @@ def test_scales_of_rotated_keys_are_loaded_for_the_layers_that_rotate_them(tmp_p
         with pytest.raises(KVCacheValueError, match=rf"^kvjax_key_rotation of '{path}': got "):
             load_kv_scales(path, MODEL, "fp8")
     save_file(scales, path, metadata=metadata)
+    assert load_key_rotation(str(path)) == ()
     with pytest.raises(KVCacheValueError, match=r"^key_rotation: got \(0,\), expected \(\), the layers"):
         load_kv_scales(path, MODEL, "fp8", key_rotation=[0])
     with pytest.raises(KVCacheTypeError, match=r"^key_rotation: got a str, expected the indices of layers"):

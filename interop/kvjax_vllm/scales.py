@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 
 import kvjax
 from kvjax import KVCacheValueError, KVScales, ModelKVConfig
-from kvjax.scales import read_key_rotation
 
 logger = init_logger("vllm.kvjax")
 
@@ -120,7 +118,7 @@ def rotated_layers(vllm_config: Any, layers: Mapping[str, Any]) -> list[str]:
       OSError: the file cannot be read.
     """
     path = file_of_scales(vllm_config)
-    rotated = read_key_rotation(Path(path)) if path else ()
+    rotated = kvjax.load_key_rotation(path) if path else ()
     return [
         name
         for name, layer in layers.items()
@@ -145,7 +143,7 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None
             f"{path}: got scales of layer {max(more)}, expected those of a model of {model.num_hidden_layers} layers"
         )
     skipped = [*{*model.layer_indices} - named]  # of which no scale is missed
-    rotated = read_key_rotation(Path(path))
+    rotated = kvjax.load_key_rotation(path)
     scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped, key_rotation=rotated)
     by_index = dict(zip(model.layer_indices, scales, strict=True))
     return [by_index[index] if index in named else None for index in range(model.num_hidden_layers)]
