@@ -332,8 +332,10 @@ def test_operations_on_keys_and_values_refuse_a_cache_of_latents_by_name():
         "concat_and_cache_mla": {
             "reshape_and_cache_flash": lambda cache: reshape_and_cache_flash(*tokens, cache, SLOTS),
             "reshape_and_cache_flash_diffkv": lambda cache: reshape_and_cache_flash_diffkv(*tokens, cache, SLOTS),
-            "rope_and_cache": lambda cache: rope_and_cache(QUERY[:3], *tokens, cache, SLOTS, SLOTS, table),
             "attend": lambda cache: attend(QUERY[:3], *tokens, cache, step),
+        },
+        "rope_and_cache_mla": {
+            "rope_and_cache": lambda cache: rope_and_cache(QUERY[:3], *tokens, cache, SLOTS, SLOTS, table),
         },
         "gather_mla": {"gather_kv": lambda cache: gather_kv(cache, TABLE, LENS)},
         "mla_paged_attention": {"paged_attention": lambda cache: paged_attention(QUERY, cache, TABLE, LENS)},
