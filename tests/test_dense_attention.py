@@ -103,7 +103,8 @@ def check(args: Arrays, got: Sequence[Any], expected: Sequence[np.ndarray]) -> N
     out, lse = map(np.asarray, got)
     assert (out.dtype, lse.dtype) == (args.query.dtype, np.float32)
     eps = float(ml_dtypes.finfo(out.dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64), expected[0], atol=2 * eps + 1e-5, rtol=2 * eps)  # sums in float32
+    # Sums are in float32.
+    np.testing.assert_allclose(out.astype(np.float64), expected[0], atol=2 * eps + 1e-5, rtol=2 * eps)
     np.testing.assert_allclose(lse, expected[1], atol=1e-4, rtol=1e-5)
     assert not out[args.cu_q_lens[-1] :].astype(np.float32).any()  # also no -0.0 or NaN
     assert (lse[args.cu_q_lens[-1] :] == -np.inf).all()
