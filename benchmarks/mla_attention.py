@@ -1,4 +1,4 @@
-"""Times `mla_paged_attention` of decode steps, next to a copy of as many bytes as it reads."""
+"""Times `mla_paged_attention` of decode steps, next to a copy of as many bytes as it reads, and `ragged_attention`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from benchmarks.peers.peer import Peer, Run
 from kvjax import KVCacheDType, MLAAttentionSpec
 
 BLOCK_SIZE, RANK, ROPE, SM_SCALE = 64, 512, 64, 192**-0.5
+PROMPT_SIZE, PROMPT_SIZE_V = 192, 128
 CHECKED = 2
 """Sequences whose results are compared with those of XLA."""
 
@@ -88,7 +89,55 @@ def _prepare(inputs: MLAInputs, implementation: str | None) -> Run:
     return Run(lambda _: attend(*args), check)
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptJob:
+    """A chunk of one prompt over keys of 192 and values of 128: its own tokens, or as many of its context as given."""
+
+    num_heads: int
+    q_len: int
+    kv_len: int
+    causal: bool
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Queries, keys, values and results."""
+        return 2 * (PROMPT_SIZE + PROMPT_SIZE_V) * self.num_heads * (self.q_len + self.kv_len)
+
+
+def _prompt_arrays(job: PromptJob) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (job.q_len, PROMPT_SIZE), (job.kv_len, PROMPT_SIZE), (job.kv_len, PROMPT_SIZE_V)
+    sizes = [(length, job.num_heads, size) for length, size in shapes]
+    arrays = [jax.random.normal(key, size, workload.INPUT_DTYPE) for key, size in zip(keys, sizes, strict=True)]
+    return [*arrays, *(jnp.array([0, length], jnp.int32) for length in (job.q_len, job.kv_len))]
+
+
+def _prepare_prompt(arrays: list[jax.Array], causal: bool, implementation: str | None) -> Run:
+    attend = jax.jit(functools.partial(kvjax.ragged_attention, causal=causal, implementation=implementation))
+
+    def check(out: jax.Array) -> None:
+        reference = functools.partial(kvjax.ragged_attention, causal=causal, implementation="xla")
+        expected = np.asarray(jax.jit(reference)(*arrays), np.float32)
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0.02, atol=0.01)
+
+    return Run(lambda _: attend(*arrays), check)
+
+
 class MLAAttentionBenchmark(output.Program):
+    def test_prompts(self) -> None:
+        shapes = ((16, 2048, 2048, True), (16, 2048, 8192, False), (16, 8192, 8192, True), (128, 2048, 2048, True))
+        jobs = [PromptJob(*each) for each in output.by_device(gpu=shapes, host=shapes[:1], smoke=((2, 70, 70, True),))]
+        implementation = output.IMPLEMENTATION.value
+        for causal in (True, False):
+            prepare = functools.partial(_prepare_prompt, causal=causal, implementation=implementation)
+            peers = [Peer[PromptJob, list[jax.Array]]("kvjax", prepare, own=True)]
+            some = [job for job in jobs if job.causal is causal]
+            compare.compare_all(self, "mla prompts", some, peers, _prompt_arrays)
+
     def test_rows(self) -> None:
         heads = output.chosen(HEADS, int, output.by_device(gpu=(16, 64, 128), host=(16,), smoke=(2,)))
         q_lens = output.chosen(Q_LENS, int, (1,))
