@@ -16,7 +16,7 @@ from support.interpret_mode import interpret_mode
 from benchmarks import bars, shapes, timing
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.peers import attends, attends_flashinfer, attends_vllm, read
-from benchmarks.peers.attention_inputs import OWN_ERROR, AttentionInputs, AttentionJob
+from benchmarks.peers.attention_inputs import FP8_ERROR, OWN_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Run
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow, Step
 from kvjax import CacheLayout, KVCacheDType
@@ -138,9 +138,10 @@ def is_served(peer: str, row: str, dtype: KVCacheDType) -> bool:
 )
 def test_peers_attend_to_what_kvjax_attends_to(peer, row, dtype):
     of, inputs = PEERS[peer], AttentionInputs(AttentionJob(TINY_ROWS[row], dtype))
-    if of in (attends.SDPA, attends.IN_TORCH):
+    if of in (attends.SDPA, attends.IN_TORCH, attends.IN_FP8_IN_TORCH):
         pytest.importorskip("kvjax_torch")
-    assert error_of(ON_A_CPU.get(of, of.prepare)(inputs), inputs) < OWN_ERROR
+    most = FP8_ERROR if of in (attends.IN_FP8, attends.IN_FP8_IN_TORCH) else OWN_ERROR
+    assert error_of(ON_A_CPU.get(of, of.prepare)(inputs), inputs) < most
 
 
 def test_dense_attention_serves_whole_prompts():
