@@ -29,8 +29,9 @@ OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in MODEL_TYPES[2:]
 def make_model(device: str, model_type: str = "deepseek_v3", dtype: str = "float32", **changes: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "dtype": dtype, **changes}
     config = tiny_models.load(model_type, tiny_models.changed(next(tiny_models.tiny_configs(model_type)), sizes))
+    model_class = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval().to(device)
+    return model_class(config).to(getattr(torch, dtype)).eval().to(device)
 
 
 def make_cache(model: Any, dtype: str = "auto", **options: Any) -> KvjaxCache:
