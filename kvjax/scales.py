@@ -20,7 +20,8 @@ from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
 from kvjax.resolve import RequestedKVCacheDType, resolve_layer_dtypes
 from kvjax.scale_values import check_scale
-from kvjax.tensor_files import Tensors, open_tensors, read_json, read_metadata
+from kvjax.spec import as_int
+from kvjax.tensor_files import INDEX, Tensors, open_tensors, read_json, read_metadata
 
 
 class KVScales(NamedTuple):
@@ -139,6 +140,8 @@ def load_kv_scales(
     path = None if isinstance(checkpoint, Mapping) or not Path(checkpoint).is_file() else Path(checkpoint)
     if path and amax_divisor is None:
         amax_divisor = _divisor_in_file(path)
+    if not isinstance(checkpoint, Mapping) and path is None:
+        _check_folder(Path(checkpoint))
     _check_rotation(key_rotation, load_key_rotation(path) if path else ())
     layers = read_layer_scales(tensors, model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor)
     folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
@@ -175,10 +178,20 @@ def load_key_rotation(path: str | os.PathLike[str]) -> tuple[int, ...]:
     return tuple(map(int, layers))
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuses a folder with scales of rotated keys, whose metadata is not read beside other files'."""
+    for path in [] if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors")):
+        if layers := load_key_rotation(path):
+            raise KVCacheValueError(
+                f"checkpoint: got a folder with scales of rotated keys of layers {shown(layers)}, expected the file"
+                f" {shown(str(path))} itself"
+            )
+
+
 def _check_rotation(got: Any, expected: tuple[int, ...]) -> None:
     if isinstance(got, str) or not isinstance(got, Iterable):
         raise KVCacheTypeError(f"key_rotation: got {kind_of(got)}, expected the indices of layers")
-    layers = tuple(got)
+    layers = tuple(as_int("key_rotation", layer, least=0) for layer in got)
     if {*layers} != {*expected}:
         raise KVCacheValueError(
             f"key_rotation: got {shown(layers)}, expected {shown(expected)}, the layers of rotated keys that the scales"

@@ -176,6 +176,12 @@ def test_scales_of_rotated_keys_are_loaded_for_the_layers_that_rotate_them(tmp_p
     save_file(scales, path, metadata=metadata | {"kvjax_key_rotation": "0"})
     assert load_key_rotation(path) == (0,)
     assert load_kv_scales(path, MODEL, "fp8", key_rotation=[0])[0] == (0.25, 0.5)
+    for layers in ((), (0,)):
+        with pytest.raises(KVCacheValueError, match=r"^checkpoint: got a folder with scales of rotated keys of layers"):
+            load_kv_scales(tmp_path, MODEL, "fp8", key_rotation=layers)
+    for wrong_layers in ([[0]], [False], [0.5]):
+        with pytest.raises((KVCacheTypeError, KVCacheValueError), match=r"^key_rotation: got "):
+            load_kv_scales(path, MODEL, "fp8", key_rotation=wrong_layers)  # type: ignore[arg-type]
     with pytest.raises(KVCacheValueError, match=r"^key_rotation: got \(\), expected \(0,\), the layers"):
         load_kv_scales(path, MODEL, "fp8")
     for wrong in ("", "0,", "-1", "0-3", "\u0663", "1" * 9):

@@ -98,6 +98,11 @@ def test_the_interpreted_kernel_does_the_same(name: str, is_neox: bool, monkeypa
         ({"positions": torch.arange(6)}, KVCacheValueError, "positions: got 6 tokens, expected 7, one for each slot"),
         ({"cos_sin_cache": torch.ones(9, 34)}, KVCacheValueError, "rot_dim=34, expected .* 2 to qk_rope_head_dim=32"),
         ({"is_neox": 1}, KVCacheTypeError, "is_neox: got 1 of type int, expected a bool"),
+        (
+            {"q_pe": torch.ones(7, 1, 32).bfloat16().expand(7, 3, 32)},
+            KVCacheValueError,
+            "q_pe: got strides .* expected rows that do not overlap",
+        ),
         ({"k_pe": torch.ones(7, 0).bfloat16()}, KVCacheValueError, "kv_cache: got shape"),
     ],
 )

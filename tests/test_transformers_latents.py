@@ -151,6 +151,7 @@ def test_attention_over_pages_is_refused(device: str):
     [
         ({"v_scale": 1.0}, r"^v_scale: got 1\.0 for a model of latents \(MLA\), expected none"),
         ({"exact_window": 64}, r"^exact_window: got 64 for a model of latents"),
+        ({"layout": "HND"}, r"^layout: got 'HND' for a model of latents"),
         ({"key_rotation": [0]}, r"^key_rotation: got \(0,\) for a model of latents"),
         ({"k_scale": [1.0]}, r"^k_scale: got 1 scales, expected one for each of 2 layers"),
         ({"dtype": "int8_per_token_head"}, r"^kv_cache_dtype of layer 0: got 'int8_per_token_head', expected one of"),

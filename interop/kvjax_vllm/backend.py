@@ -133,6 +133,10 @@ class KvjaxBackend(AttentionBackend):
         return packed_spec(spec)
 
 
+FUSED_WRITE = "fuse_rope_kvcache_cat_mla"
+"""A pass of vLLM's compilation that replaces a layer's write by vLLM's own operation."""
+
+
 class KvjaxMLABackend(MLACommonBackend):
     """Multi-head latent attention: vLLM's prefill, and kvjax's writes and kernels for sequences that decode."""
 
@@ -198,6 +202,10 @@ class KvjaxMLABackend(MLACommonBackend):
         )
         if stored.itemsize > 1 and stored is not dtype:  # vLLM's gather for prompts takes one for the other
             return f"kv_cache_dtype {kv_cache_dtype} of a model of {dtype} not supported"
+        if getattr(getattr(vllm_config.compilation_config, "pass_config", None), FUSED_WRITE, False):
+            return f"compilation pass {FUSED_WRITE} not supported: it writes latents itself, with another scale"
+        if getattr(getattr(vllm_config, "attention_config", None), "use_prefill_query_quantization", False):
+            return "use_prefill_query_quantization not supported for latents"
         config, parallel = model_config.hf_text_config, vllm_config.parallel_config
         heads = model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
         stored_as = resolve_latent_dtype(kv_cache_dtype or "auto", stored)

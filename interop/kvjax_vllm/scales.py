@@ -50,10 +50,11 @@ class ScaledImpl:
         if self._scales is None and self.vllm_config is not None:
             known = self.vllm_config.compilation_config.static_forward_context
             layers = {name: each for name, each in known.items() if isinstance(getattr(each, "impl", None), ScaledImpl)}
-            for name, scales in scales_of_layers(self.vllm_config, layers).items():
-                layers[name].impl._scales = scales
+            found = scales_of_layers(self.vllm_config, layers)
             for name in rotated_layers(self.vllm_config, layers):
                 layers[name].impl.rotate_keys()
+            for name, scales in found.items():  # last, for nothing is known after an error
+                layers[name].impl._scales = scales
         return self._scales
 
     def rotate_keys(self) -> None:

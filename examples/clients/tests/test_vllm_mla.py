@@ -404,6 +404,17 @@ def config_with(heads: int = 128, rank: int = 512, rope: int = 64, drafts: int =
     )
 
 
+def test_what_writes_or_reads_latents_with_another_scale_is_refused():
+    config = config_with()
+    config.attention_config = SimpleNamespace(use_prefill_query_quantization=True)
+    with set_current_vllm_config(config):
+        assert "use_prefill_query_quantization" in BACKEND.validate_configuration(**ACCEPTED)[0]
+    config.attention_config.use_prefill_query_quantization = False
+    config.compilation_config.pass_config = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
+    with set_current_vllm_config(config):
+        assert "fuse_rope_kvcache_cat_mla" in BACKEND.validate_configuration(**ACCEPTED)[0]
+
+
 @pytest.mark.parametrize("dtype", BACKEND.supported_kv_cache_dtypes)
 @pytest.mark.parametrize("sizes", [(512, 64), (256, 64), (512, 0)])
 def test_models_of_latents_are_accepted_on_hopper(dtype: str, sizes: tuple[int, int]):

@@ -108,6 +108,14 @@ def latent_rope_plan(
     write, tensors = latent_write_plan(kv_c, k_pe, pages, slot_mapping)
     if not k_pe.shape[1]:
         raise KVCacheValueError("k_pe: got qk_rope_head_dim=0, expected rope keys to rotate; use concat_and_cache_mla")
+    for name, x in (("q_pe", q_pe), ("k_pe", k_pe)):
+        if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise KVCacheValueError(
+                f"{name}: got strides {x.stride()} for shape {tuple(x.shape)}, expected rows that do not overlap: they"
+                " are rotated in place"
+            )
+        if share_memory(x, pages.kv_cache):
+            raise KVCacheValueError(f"{name}: got memory that overlaps that of kv_cache, expected memory of its own")
     plan = check_rotation(write, tensors, rope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, positions=positions)
     return plan, tensors
 

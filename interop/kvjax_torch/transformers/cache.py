@@ -134,7 +134,11 @@ class KvjaxCache(Cache):
             v_scale_layout=v_scale_layout,
         )
         if any(spec.is_mla for spec in specs):
-            given = {"v_scale": v_scale, "exact_window": exact_window, "key_rotation": tuple(key_rotation) or None}
+            given: dict[str, object] = {"v_scale": v_scale, "exact_window": exact_window}
+            given |= {
+                "key_rotation": tuple(key_rotation) or None,
+                "layout": None if layout in ("NHD", CacheLayout.NHD) else layout,
+            }
             for what in [what for what, value in given.items() if value is not None]:
                 raise KVCacheValueError(f"{what}: got {given[what]!r} for a model of latents (MLA), expected none")
         k_scales, v_scales = (
