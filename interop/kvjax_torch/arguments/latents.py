@@ -116,6 +116,10 @@ def latent_rope_plan(
             )
         if share_memory(x, pages.kv_cache):
             raise KVCacheValueError(f"{name}: got memory that overlaps that of kv_cache, expected memory of its own")
+    if share_memory(q_pe, k_pe):
+        raise KVCacheValueError(
+            "k_pe: got memory that overlaps that of q_pe, expected memory of its own: both are rotated in place"
+        )
     plan = check_rotation(write, tensors, rope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, positions=positions)
     return plan, tensors
 
