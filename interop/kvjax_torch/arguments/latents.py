@@ -374,7 +374,7 @@ def _places_of_rows(
     num_seqs, max_blocks = block_table.shape
     row = torch.arange(rows.num_tokens, device=block_table.device)
     if not num_seqs or not max_blocks:
-        return torch.full_like(row, -1), row
+        return torch.full_like(row, -1), torch.zeros_like(row)
     bounds = cu_seq_lens.to(torch.int64)
     if rows.token_to_seq is None:
         seq = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=num_seqs - 1)
