@@ -384,15 +384,15 @@ def fill_late(tensor: torch.Tensor, value: int) -> None:
 @pytest.mark.parametrize("read", [np.asarray, read_by_a_program], ids=["host", "program"])
 def test_an_array_waits_for_what_torch_has_not_finished_and_the_host_does_not(read, new_stream):
     stream, finished, tensor = new_stream(), torch.cuda.Event(), zeros_there()
-    unfinished = 0
-    for value in range(21):
+    unfinished, turns = 0, 21
+    for value in range(turns):
         with torch.cuda.stream(stream):
             fill_late(tensor, value)
             array = to_jax(tensor)
             finished.record()
         unfinished += not finished.query()
         assert (read(array) == value).all()
-    assert unfinished, "the host waited for the stream each time"  # a busy one may be late
+    assert unfinished > turns // 2, "the host waited for the stream"  # a busy one may be late
 
 
 @pytest.mark.gpu
@@ -400,8 +400,8 @@ def test_an_array_waits_for_what_torch_has_not_finished_and_the_host_does_not(re
 def test_a_tensor_waits_for_what_jax_has_not_finished_and_the_host_does_not(new_stream):
     producer, consumer, finished = torch.cuda.Stream(), new_stream(), torch.cuda.Event()
     source = zeros_there()
-    unfinished = 0
-    for value in range(21):
+    unfinished, turns = 0, 21
+    for value in range(turns):
         with torch.cuda.stream(producer):
             fill_late(source, value)
             array = negate(to_jax(source))  # which JAX begins when that is done
@@ -412,7 +412,7 @@ def test_a_tensor_waits_for_what_jax_has_not_finished_and_the_host_does_not(new_
         unfinished += not finished.query()
         consumer.synchronize()
         assert (read == -value).all()
-    assert unfinished, "the host waited for JAX each time"  # a busy one may be late
+    assert unfinished > turns // 2, "the host waited for JAX"  # a busy one may be late
 
 
 @pytest.mark.gpu
@@ -421,8 +421,8 @@ def test_memory_is_lent_on_its_own_gpu_whichever_is_current(index):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     tensor, finished = zeros_there(f"cuda:{index}"), torch.cuda.Event()
-    unfinished = 0
-    for value in range(5):
+    unfinished, turns = 0, 5
+    for value in range(turns):
         with torch.cuda.stream(torch.cuda.Stream(index)):
             fill_late(tensor, value)
             finished.record()
@@ -435,7 +435,7 @@ def test_memory_is_lent_on_its_own_gpu_whichever_is_current(index):
             back = to_torch(array)
         assert (back.device, back.data_ptr()) == (tensor.device, tensor.data_ptr())
         assert torch.equal(back, tensor)
-    assert unfinished, "the host waited for the stream each time"  # a busy one may be late
+    assert unfinished > turns // 2, "the host waited for the stream"  # a busy one may be late
 
 
 @pytest.mark.gpu
