@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support import deprecations
 
 
 def _has_nvidia_driver() -> bool:
@@ -48,6 +49,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The tests' processes compile side by side already; each that a call would begin imports jax anew.
     os.environ.setdefault("KVJAX_COMPILE_PROCESSES", "0")
+
+deprecations.find_uses()
 
 # The first call of a jitted function compiles; a deadline would measure that.
 hypothesis.settings.register_profile("kvjax", deadline=None)

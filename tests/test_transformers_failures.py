@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from support.transformers_models import (  # noqa: E402
 )
 from transformers import AutoModelForCausalLM, DynamicCache  # noqa: E402
 
-from kvjax import KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError, KVCacheWarning, UnsupportedError  # noqa: E402
 from kvjax_torch.transformers_cache import CACHE_ARGUMENT, KvjaxCache  # noqa: E402
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS}
@@ -45,6 +46,21 @@ def logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None 
 def test_the_argument_is_the_one_that_models_and_generate_take():
     for function in (transformers.LlamaForCausalLM.forward, transformers.LlamaModel.forward):
         assert CACHE_ARGUMENT in inspect.signature(function).parameters
+
+
+@pytest.mark.skipif(CACHE_ARGUMENT == "cache", reason="this transformers takes cache=")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_cache_that_a_model_ignores_says_so(attention: str):
+    model, ids = model_with("cpu", attention), text("cpu", 4)
+    cache = make_cache(model)
+    with torch.no_grad():
+        model(ids, cache=cache)
+    with pytest.warns(KVCacheWarning, match=r"no model stored a token .* ignores cache= .* pass past_key_values="):
+        del cache
+    cache = make_cache(model)
+    logits(model, cache, ids)
+    with warnings.catch_warnings(action="error"):
+        del cache
 
 
 def test_a_step_that_raises_leaves_its_padding_to_none(device: str):

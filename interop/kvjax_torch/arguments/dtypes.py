@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ INPUT_DTYPES = tuple(torch_dtype(row.info.storage_dtype) for row in STORED_KV_CA
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
+@functools.cache
 def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dtype) -> KVCacheDType:
     """The dtype that `kv_cache_dtype` names for a cache tensor of element type `key_cache`; "auto" is the tensor's own.
 
@@ -124,6 +126,7 @@ def order_name(v_scale_layout: str) -> str:
     return v_scale_layout if type(v_scale_layout) is str else VScaleLayout.parse(v_scale_layout).value
 
 
+@functools.cache
 def storage_dtypes(dtype: KVCacheDType) -> tuple[torch.dtype, ...]:
     """Element types of cache tensors that can hold `dtype`; a quantized cache may always be passed as uint8."""
     if not dtype.is_quantized:

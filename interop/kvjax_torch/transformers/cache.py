@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 import kvjax
-from kvjax import AttentionSpec, CacheLayout, KVCacheTypeError, KVCacheValueError, RequestedKVCacheDType, check_scale
+from kvjax import (
+    AttentionSpec,
+    CacheLayout,
+    KVCacheTypeError,
+    KVCacheValueError,
+    KVCacheWarning,
+    RequestedKVCacheDType,
+    check_scale,
+)
 from kvjax.ops.options import as_int, kind_of, window_blocks
 from kvjax_torch.arguments.checks import check_scale_values
 from kvjax_torch.arguments.dtypes import torch_dtype
@@ -28,7 +38,8 @@ __all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
 class KvjaxCache(Cache):
     """A cache for `model.generate(..., cache=cache)` that stores keys and values in kvjax's pages.
 
-    Before transformers 5.24 the argument is `past_key_values=`; `**{CACHE_ARGUMENT: cache}` fits every version.
+    Before transformers 5.24 the argument is `past_key_values=`; `**{CACHE_ARGUMENT: cache}` fits every version. There a
+    cache that is deleted before a model has stored a token in it warns (`KVCacheWarning`): it was passed as `cache=`.
 
     Each layer has a pool of `num_blocks` pages, allocated with its first tokens. Sequences allocate blocks as they
     grow, the same ones in every layer with the same window, and free them in `crop` and `reset`. Beams share blocks.
@@ -171,6 +182,17 @@ class KvjaxCache(Cache):
             for index, (spec, scales) in enumerate(zip(specs, zip(k_scales, v_scales, strict=True), strict=True))
         ]
         super().__init__(layers=list(self._kvjax_layers))
+
+    if CACHE_ARGUMENT != "cache":
+        # A model's `forward` swallows `cache=` there, and no code of the cache runs.
+        def __del__(self) -> None:
+            layers = getattr(self, "_kvjax_layers", ())
+            if layers and not any(layer.is_initialized for layer in layers):
+                message = (
+                    f"KvjaxCache: no model stored a token in it. A model called by itself ignores cache= before"
+                    f" transformers 5.24, and this is {transformers.__version__}: pass {CACHE_ARGUMENT}="
+                )
+                warnings.warn(message, KVCacheWarning, stacklevel=2)
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
