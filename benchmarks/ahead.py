@@ -1,12 +1,11 @@
-"""Runs work in background threads or in a new process."""
+"""Runs work in background threads."""
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 
@@ -34,12 +33,3 @@ class Workers:
 
         self._tasks.put(task)
         return future
-
-
-def in_new_process[Result](
-    function: Callable[..., Result], *args: Any, begin: Callable[[], None] | None = None
-) -> Result:
-    """Calls a module-level function in a new process, after `begin`, and returns its result."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=begin) as process:
-        return process.submit(function, *args).result()

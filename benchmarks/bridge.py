@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import time
 import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, ClassVar
 from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import ahead, compare, output, shapes, timing, workload
+from benchmarks import compare, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
 from benchmarks.peers import copy, in_jax, in_torch, writes
-from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
+from benchmarks.peers.in_torch import has_gpu, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -100,15 +102,17 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
 
 
 def eager_calls() -> dict[str, Call]:
-    """Returns the calls whose host time is measured: first an equal `index_copy_`, last the write in JAX."""
+    """Returns the calls whose host time is measured: a write, an equal `index_copy_`, and the write in JAX."""
     key, *_, slots = arguments = new_write(CASE, EAGER_DTYPE)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
     write = functools.partial(kvjax_torch.reshape_and_cache_flash, *arguments, EAGER_DTYPE.value)
+    tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
+    jitted = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
     return {
         "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
         "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
         "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
-        "kvjax under jit": jitted_write(),
+        "kvjax under jit": functools.partial(jitted, 0),
     }
 
 
@@ -135,22 +139,6 @@ def attention_calls() -> dict[str, Call]:
         "ragged_paged_attention": ragged,
         "ragged_paged_attention, out=": functools.partial(ragged, out=out),
     }
-
-
-def time_attention_calls(calls: Mapping[str, Call]) -> list[Measurement]:
-    subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
-    times = host_times(calls)
-    return [
-        Measurement("bridge host attention", subject, name, times[name], facts={"waits": host_waits(call)})
-        for name, call in calls.items()
-    ]
-
-
-def jitted_write() -> Call:
-    """Returns the same write from JAX, with a donated cache."""
-    tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
-    write = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
-    return functools.partial(write, 0)
 
 
 def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
@@ -189,28 +177,28 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(calls: Mapping[str, Call]) -> list[Measurement]:
-    """Times calls. The first must be `index_copy_`, the baseline of the others."""
-    times = host_times(calls)
-    index_copy, *_ = times.values()
-    subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
-    found = []
-    for name, call in calls.items():
-        facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds}
-        found.append(Measurement("bridge host", subject, name, times[name], facts=facts))
-    return found
-
-
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> Timing:
-    """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens."""
+    """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens.
+
+    A sample is the GPU time of a replay by CUDA's events, the mean of `REPLAYS_IN_A_ROW`.
+    """
     spec = CASE.spec(dtype)
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     calls = in_torch.kvjax_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    times = event_times(recorded(calls).replay)
+    replay, samples = recorded(calls).replay, []
+    for _ in range(timing.LIMITS.min_calls):
+        torch.cuda._sleep(A_WHILE)  # until all replays are queued
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS_IN_A_ROW):
+            replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
     wait()
     workload.check_same_bits(cache.kv, tokens.expected(spec, len(calls) * num_tokens).kv)
-    return times
+    return Timing(tuple(samples), Clock.EVENTS)
 
 
 def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
@@ -234,15 +222,6 @@ def _begin(is_smoke: bool) -> None:
     if is_smoke:
         output.shorten()
     torch.cuda.set_stream(torch.cuda.Stream())
-
-
-def event_times(call: Call) -> Timing:
-    """Measures GPU time per call; each sample is the mean of back-to-back calls."""
-    samples = []
-    for _ in range(timing.LIMITS.min_calls):
-        torch.cuda._sleep(A_WHILE)  # until all calls are queued
-        samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
-    return Timing(tuple(samples), Clock.EVENTS)
 
 
 class TorchBenchmark(output.Program):
@@ -276,12 +255,20 @@ class TorchBenchmark(output.Program):
                     self.results.add(time_first_call(name, case, dtype, call))
 
     def test_eager_calls(self) -> None:
-        for each in time_eager_calls(eager_calls()):
-            self.results.add(each)
+        calls = eager_calls()
+        times, subject = host_times(calls), WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
+        index_copy = times["torch index_copy_"].seconds
+        for name, call in calls.items():
+            facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy}
+            self.results.add(Measurement("bridge host", subject, name, times[name], facts=facts))
 
     def test_eager_attention(self) -> None:
-        for each in time_attention_calls(attention_calls()):
-            self.results.add(each)
+        calls = attention_calls()
+        times = host_times(calls)
+        subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
+        for name, call in calls.items():
+            facts = {"waits": host_waits(call)}
+            self.results.add(Measurement("bridge host attention", subject, name, times[name], facts=facts))
 
     def test_graphs(self) -> None:
         if not has_gpu():
@@ -291,7 +278,8 @@ class TorchBenchmark(output.Program):
         begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                times = ahead.in_new_process(time_writes_replayed, dtype, num_tokens, begin=begin)
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin) as process:
+                    times = process.submit(time_writes_replayed, dtype, num_tokens).result()
                 self.replays.append((WriteJob(CASE, dtype, num_tokens), times))
 
     def test_kernels(self) -> None:

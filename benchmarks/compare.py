@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -66,7 +65,7 @@ def compare_all[J: Job, Inputs](
         subject, inputs = known(job.subject), None  # frees the previous job's inputs before new ones are made
         what = f"{operation}: {', '.join(map(str, subject.values()))}"
         with test.subTest(**subject):
-            inputs = test.results.fitting(what, functools.partial(make_inputs, job))
+            inputs = test.results.attempt(what, functools.partial(make_inputs, job), own=True)
             if inputs is not None:
                 _compare(test.results, operation, job, what, serving, inputs, copies)
 
@@ -82,14 +81,12 @@ def _compare(
 ) -> None:
     failure: Exception | None = None
     for peer in peers:
+        measure = functools.partial(_measured, operation, job, peer, inputs, copies)
         try:
-            results.add(_measured(operation, job, peer, inputs, copies))
+            if measured := results.attempt(f"{peer.name} ({what})", measure, own=peer.own):
+                results.add(measured)
         except Exception as error:  # a failing peer must not stop the others
-            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-            results.skip(f"{peer.name} ({what})", f"{kind}: {error}")
-            if peer.own and not output.is_exhausted(error):
-                error.add_note(traceback.format_exc())
-                failure = failure or error.with_traceback(None)  # its frames would keep caches alive
+            failure = failure or error.with_traceback(None)
     if failure:
         raise failure
 

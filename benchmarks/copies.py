@@ -8,14 +8,11 @@ from benchmarks import output
 from benchmarks.measurement import Measurement
 from benchmarks.peers import copy
 
-MEGABYTES = output.define_numbers("megabytes", "MiB read plus written (default: 1 to 512)", least=1)
-
 
 class CopyBenchmark(output.Program):
     def test_sizes(self) -> None:
-        default = output.by_device(gpu=(1, 8, 32, 128, 512), host=(1, 8, 32), smoke=(1,))
-        for megabytes in output.chosen(MEGABYTES, int, default):
-            moved = megabytes << 20
+        sizes: tuple[int, ...] = output.by_device(gpu=(1, 8, 32, 128, 512), host=(1, 8, 32), smoke=(1,))
+        for moved in (megabytes << 20 for megabytes in sizes):
             ways = copy.all_ways(moved)
             fastest = min(ways.values(), key=lambda times: times.seconds)
             for way, times in ways.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,8 +35,8 @@ MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this 
 COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is no git to ask")
 
 ROOT = Path(__file__).parents[1]
-LOADED = {"jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "vllm": "vllm", "flashinfer": "flashinfer-python"}
-"""Modules whose versions the environment reports if they are loaded, mapped to their distributions."""
+LOADED = ("jax", "jaxlib", "torch", "vllm", "flashinfer")
+"""Modules whose versions the environment reports if they are loaded."""
 
 VERDICTS = {True: "holds", False: "FAILED", None: "not tried"}
 
@@ -91,18 +91,11 @@ def environment(program: str) -> dict[str, str]:
         "device": jax.devices()[0].device_kind if is_gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "driver": [*(_said(query) or "").split(), "unknown"][0] if is_gpu else "none",
         "python": platform.python_version(),
-        **{module: _version(name) for module, name in LOADED.items() if module in sys.modules},
+        **{name: getattr(sys.modules[name], "__version__", "unknown") for name in LOADED if name in sys.modules},
         "commit": COMMIT.value or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", "-m", program, *arguments]),
     }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def commit() -> str:
@@ -153,14 +146,21 @@ class Report:
         self.checks.append({"what": what, "holds": holds, "text": text})
         say(f"{VERDICTS[holds]} {what}: {text}")
 
-    def fitting[Value](self, what: str, make: Callable[[], Value]) -> Value | None:
-        """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
+    def attempt[Value](self, what: str, make: Callable[[], Value], *, own: bool) -> Value | None:
+        """Returns the result of `make`, or `None` if it fails, and then lists `what` as skipped.
+
+        Raises:
+          Exception: That of `make` if it is kvjax's (`own`) and not a lack of memory.
+        """
         try:
             return make()
         except Exception as error:
-            if not is_exhausted(error):
-                raise
-            self.skip(what, f"too little memory: {error}")
+            is_memory = is_exhausted(error)
+            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+            self.skip(what, f"{'too little memory' if is_memory else kind}: {error}")
+            if own and not is_memory:
+                error.add_note(traceback.format_exc())
+                raise error.with_traceback(None) from None  # its frames would keep caches alive
         return None
 
     def finish(self) -> None:
@@ -183,19 +183,16 @@ class Report:
             self.save(Path(JSON.value))
 
     def save(self, path: Path) -> None:
-        """Writes a JSON file with one line per measurement."""
-        lists = {
+        """Writes a JSON file."""
+        written = {
+            "schema": SCHEMA,
+            "program": self.program,
+            "environment": {**environment(self.program), **self.facts},
             "measurements": [each.record() for each in self.measurements],
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
             **({"checks": self.checks} if self.checks else {}),
         }
-        where = {**environment(self.program), **self.facts}
-        head = {"schema": SCHEMA, "program": self.program, "environment": where}
-        parts = [f' "{name}": {json.dumps(plain(value))}' for name, value in head.items()]
-        for name, entries in lists.items():
-            lines = ",\n".join(f"  {json.dumps(plain(entry))}" for entry in entries)
-            parts.append(f' "{name}": [\n{lines}\n ]')
-        path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+        path.write_text(json.dumps(plain(written)) + "\n")
         self._saved = time.monotonic()
 
 

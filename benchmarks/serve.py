@@ -9,7 +9,6 @@ import concurrent.futures
 import functools
 import gc
 import itertools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,15 +94,8 @@ class ServeBenchmark(output.Program):
             gc.collect()  # frees the caches of the previous job
             what = f"{name} ({job.dtype.value}, {job.num_seqs})"
             with self.subTest(**plain(job.subject)):
-                try:
-                    found = self.results.fitting(what, functools.partial(serve, job))
-                except Exception as error:
-                    if not name.startswith(OWN) and name not in serves_torch.OWN_NAMES:
-                        self.results.skip(what, f"{type(error).__name__}: {error}")
-                        continue
-                    error.add_note(traceback.format_exc())
-                    raise error.with_traceback(None) from None  # its frames would keep caches alive
-                if found:
+                is_own = name.startswith(OWN) or name in serves_torch.OWN_NAMES
+                if found := self.results.attempt(what, functools.partial(serve, job), own=is_own):
                     times, facts = found
                     known = {"rows": job.rows, "tokens_a_second": round(job.num_seqs / times.seconds), **facts}
                     known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}

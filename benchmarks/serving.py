@@ -224,14 +224,6 @@ def implementation() -> str | None:
     return output.IMPLEMENTATION.value or ("mosaic" if workload.is_gpu() else None)
 
 
-def struct_of(of: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_several(x.sharding)), of)
-
-
-def _several(sharding: Any) -> NamedSharding | None:
-    return None if mesh() is None else sharding
-
-
 def ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole())
 
@@ -266,7 +258,7 @@ def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     caches = (cache,) * of.config.num_hidden_layers
     run = functools.partial(llama.greedy_step, **own_part(of.config), **options)
     jitted = jax.jit(divided(run, of.config, caches, P()), donate_argnums=4)
-    return compiling(jitted, struct_of(params(of)), ints(num_tokens), ints(num_seqs), step, caches)
+    return compiling(jitted, params(of), ints(num_tokens), ints(num_seqs), step, caches)
 
 
 def own_part(config: ModelConfig) -> dict[str, Any]:
@@ -308,19 +300,8 @@ def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[K
     ]
     if (sharding := by_heads()) is None:
         return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
-    like = cache_struct(spec, num_blocks).kv
-    shape = like.sharding.shard_shape(like.shape)
-    copies = [jax.device_put(pages.kv, device) for device in sharding.mesh.devices.flat]
-    return tuple(
-        KVCache(
-            jax.make_array_from_single_device_arrays(
-                like.shape, like.sharding, [take_pages(copy, source).reshape(shape) for copy in copies]
-            ),
-            spec,
-            sharding,
-        )
-        for source in sources
-    )
+    taken = (take_pages(pages.kv, source) for source in sources)
+    return tuple(KVCache(workload.on_each_device(kv, sharding), spec, sharding) for kv in taken)
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
@@ -345,13 +326,8 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     if job.exact_window:
         caches = llama.with_exact_windows(caches, number, job.exact_window)
         windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
-    sizes: dict[str, Any] = {
-        "num_seqs": [number],
-        "max_blocks": job.blocks_a_seq,
-        "chunk": number,
-        "max_prompts": number,
-    }
-    engine = TimedEngine(run, caches, pool, **sizes, windows=windows, sharding=whole())
+    sizes: dict[str, Any] = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number}
+    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=whole())
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -384,9 +360,8 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
     seconds = {"device_ns": steps_in_a_row(run, engine).seconds, "host_ns": float(host)}
     facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
-    return Timing(tuple(map(float, steps)), Clock.HOST), {
-        **facts, "temporary_bytes": workload.temporary_bytes(run.programs[1])
-    }  # fmt: skip
+    facts["temporary_bytes"] = workload.temporary_bytes(run.programs[1])
+    return Timing(tuple(map(float, steps)), Clock.HOST), facts
 
 
 def steps_in_a_row(run: Running, engine: Engine) -> Timing:

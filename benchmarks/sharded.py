@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from absl.testing import absltest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -26,8 +25,6 @@ from benchmarks.timing import Timing
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, KVCache
 
-DEVICES = flags.DEFINE_integer("devices", None, "how many devices (default: all)", lower_bound=2)
-NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 256 and 16,384; without GPUs, 64)", least=1)
 SEQUENCES, SEQ_BLOCKS = 64, 64  # of a gather: 64 requests of 1,024 tokens
 CASE = shapes.LLAMA_8B  # the shard of each device; N devices have N times its heads
 
@@ -42,17 +39,14 @@ class OnDevices:
 
     def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
         """Returns an array with `x` as every shard along `head_dim`, or replicated if `head_dim` is `None`."""
-        shape = [size * (self.mesh.size if dim == head_dim else 1) for dim, size in enumerate(x.shape)]
         axes = () if head_dim is None else (*[None] * head_dim, "tensor")
-        parts = [jax.device_put(x, device) for device in self.mesh.devices.flat]
-        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+        return workload.on_each_device(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
 
     def cache(self, cache: KVCache) -> KVCache:
         """Returns a sharded cache with `cache` as every shard."""
         spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
         kv = self.array(cache.kv, 3)
-        return KVCache(kv, spec, NamedSharding(self.mesh, PartitionSpec(None, None, None, "tensor")))
+        return KVCache(kv, spec, kv.sharding)
 
 
 def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
@@ -124,13 +118,12 @@ def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
 
 class ShardedBenchmark(output.Program):
     def test_equal_work_on_each_device(self) -> None:
-        devices = jax.devices()[: DEVICES.value]
-        if len(devices) < max(2, DEVICES.value or 2):
-            reason = f"needs {max(2, DEVICES.value or 2)} devices, and there is {len(devices)}"
-            self.results.skip("several devices", reason, asked_for=DEVICES.value is not None)
+        devices = jax.devices()
+        if len(devices) < 2:
+            self.results.skip("several devices", "needs 2 devices, and there is 1")
             return
         several = OnDevices(devices)
-        sizes = output.chosen(NUM_TOKENS, int, output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,)))
+        sizes: tuple[int, ...] = output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,))
         gathered = shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1)
         jobs = [
             (operation, WriteJob(CASE, dtype, num_tokens))
@@ -140,13 +133,12 @@ class ShardedBenchmark(output.Program):
         for operation, job in jobs:
             with self.subTest(operation=operation, **plain(job.subject)):
                 calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
-                timed = device_timings(*calls), tuple(map(timing.measure_in_a_row, calls))
-                for times, facts in zip(timed, ({}, {"in_a_row": True}), strict=True):
-                    for number, each in zip((1, len(devices)), times, strict=True):
-                        peer = "one device" if number == 1 else f"{number} devices"
-                        subject = {**job.subject, "devices": number}
-                        known = {"kv_heads_a_device": CASE.num_kv_heads, **facts}
-                        self.results.add(Measurement(operation, subject, peer, each, facts=known))
+                timed = (*device_timings(*calls), *map(timing.measure_in_a_row, calls))
+                peers = [("one device", 1), (f"{len(devices)} devices", len(devices))] * 2
+                for number, ((peer, count), times) in enumerate(zip(peers, timed, strict=True)):
+                    facts = {"kv_heads_a_device": CASE.num_kv_heads} | ({"in_a_row": True} if number >= 2 else {})
+                    subject = {**job.subject, "devices": count}
+                    self.results.add(Measurement(operation, subject, peer, times, facts=facts))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,6 @@ PEERS = compare.define_peers(writes.PEERS)
 
 CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # its largest cache takes 1 GiB in float32, which fits any machine
 CACHE_SIZE_TOKENS = 256
-NUM_BLOCKS = output.define_numbers(
-    "blocks",
-    "pages of the caches whose size is varied (default: 64 to 65,536)",
-    least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
-)
 
 CACHE_SIZE_WRITERS = (KVJAX, NOT_DONATED, XLA_SCATTER, in_torch.INDEX_COPY, in_torch.INDEX_PUT, in_torch.KVJAX)
 """Timed in caches of growing size on a CPU: writes in place do not slow down, writes that copy the cache do."""
@@ -46,11 +41,6 @@ class Matrix:
     num_tokens: Sequence[int] = shapes.ALL_TOKENS
     layouts: Sequence[CacheLayout] = (NHD,)
     dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES
-
-    def jobs(self) -> list[WriteJob]:
-        """Returns all combinations, grouped by case and number of tokens."""
-        product = itertools.product(self.cases, self.slots, self.num_tokens, self.layouts, self.dtypes)
-        return [WriteJob(case, dtype, num_tokens, layout, slots) for case, slots, num_tokens, layout, dtype in product]
 
 
 def matrices() -> list[Matrix]:
@@ -71,9 +61,9 @@ def matrices() -> list[Matrix]:
 
 
 def jobs() -> list[WriteJob]:
-    """Returns the jobs to time. Flags override the values of the matrices."""
-    chosen = [
-        Matrix(
+    """Returns the jobs to time, grouped by case and number of tokens. Flags override the values of the matrices."""
+    products = (
+        itertools.product(
             output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, each.cases),
             output.chosen(SLOTS, Slots, each.slots),
             output.chosen(NUM_TOKENS, int, each.num_tokens),
@@ -81,8 +71,9 @@ def jobs() -> list[WriteJob]:
             output.chosen(DTYPES, KVCacheDType, each.dtypes),
         )
         for each in matrices()
-    ]
-    return [*dict.fromkeys(job for each in chosen for job in each.jobs())]
+    )
+    every = itertools.chain.from_iterable(products)
+    return [*dict.fromkeys(WriteJob(case, dtype, size, layout, slots) for case, slots, size, layout, dtype in every)]
 
 
 def _one_case(job: WriteJob) -> bool:
@@ -91,7 +82,7 @@ def _one_case(job: WriteJob) -> bool:
 
 class WriteBenchmark(output.Program):
     def test_cache_sizes(self) -> None:
-        sizes = output.chosen(NUM_BLOCKS, int, (16,) if output.SMOKE.value else (64, 4_096, 65_536))
+        sizes = (16,) if output.SMOKE.value else (64, 4_096, 65_536)
         dtypes = shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES
         wanted = [
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)

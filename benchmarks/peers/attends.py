@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -59,18 +59,6 @@ def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, functools.partial(inputs.check, most=most))
-
-
-def invariant_run(inputs: AttentionInputs) -> Run:
-    """Attends so that the bits of a sequence do not depend on the others."""
-    compiled = attention(inputs.job, output.IMPLEMENTATION.value, batch_invariant=True).result()
-    return _own_run(inputs, compiled, inputs.numbers)
-
-
-def fp8_run(inputs: AttentionInputs) -> Run:
-    """Attends with prompts by products in fp8."""
-    compiled = attention(inputs.job, output.IMPLEMENTATION.value, query_quantization=True).result()
-    return _own_run(inputs, compiled, inputs.numbers, most=FP8_ERROR)
 
 
 def no_cascade_run(inputs: AttentionInputs) -> Run:
@@ -167,6 +155,21 @@ def _serves_torch(job: AttentionJob) -> bool:
 
 type AttentionPeer = Peer[AttentionJob, AttentionInputs]
 
+
+def _with_options(
+    name: str, serves: Callable[[AttentionJob], bool], *, most: float = OWN_ERROR, **options: Any
+) -> AttentionPeer:
+    """Returns kvjax with more options of its attention, on a GPU."""
+
+    def compiled(job: AttentionJob) -> Future[Any]:
+        return attention(job, output.IMPLEMENTATION.value, **options)
+
+    def prepare(inputs: AttentionInputs) -> Run:
+        return _own_run(inputs, compiled(inputs.job).result(), inputs.numbers, most=most)
+
+    return Peer(name, prepare, serves, why_no_gpu, lambda job: [compiled(job)], own=True)
+
+
 KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
 KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
 READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
@@ -181,13 +184,10 @@ WITHOUT_CASCADE: AttentionPeer = Peer(
     ahead=lambda job: [paged(job, job.query, None)],
     own=True,
 )
-INVARIANT: AttentionPeer = Peer(
+INVARIANT = _with_options(
     "kvjax, batch invariant",
-    invariant_run,
-    serves=lambda job: not job.row.prefix_len and job.row.head_size <= 256,
-    why_missing=why_no_gpu,
-    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, batch_invariant=True)],
-    own=True,
+    lambda job: not job.row.prefix_len and job.row.head_size <= 256,
+    batch_invariant=True,
 )
 IN_TORCH: AttentionPeer = Peer(
     "kvjax_torch",
@@ -196,21 +196,12 @@ IN_TORCH: AttentionPeer = Peer(
     why_missing=in_torch.why_missing,
     own=True,
 )
-
-IN_FP8: AttentionPeer = Peer(
-    "kvjax (fp8 products)",
-    fp8_run,
-    serves=_has_fp8_products,
-    why_missing=why_no_gpu,
-    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, query_quantization=True)],
-    own=True,
-)
-IN_FP8_IN_TORCH: AttentionPeer = Peer(
-    "kvjax_torch (fp8 products)",
-    functools.partial(step_in_torch_run, most=FP8_ERROR, query_quantization=True),
+IN_FP8 = _with_options("kvjax (fp8 products)", _has_fp8_products, most=FP8_ERROR, query_quantization=True)
+IN_FP8_IN_TORCH = dataclasses.replace(
+    IN_TORCH,
+    name="kvjax_torch (fp8 products)",
+    prepare=functools.partial(step_in_torch_run, most=FP8_ERROR, query_quantization=True),
     serves=lambda job: _has_fp8_products(job) and IN_TORCH.serves(job),
-    why_missing=in_torch.why_missing,
-    own=True,
 )
 
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed

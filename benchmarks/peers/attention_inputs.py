@@ -165,14 +165,14 @@ class AttentionInputs:
 
         Args:
           attended: The result; its shape may differ from the query's in dimensions of size 1.
-          max_error: The maximum accepted error.
+          most: The maximum accepted error.
           factor: A factor to multiply the result by.
 
         Returns:
           The root mean square of the sampled tokens' relative errors.
 
         Raises:
-          AssertionError: If the error exceeds `max_error`, or an element is NaN or infinite.
+          AssertionError: If the error exceeds `most`, or an element is NaN or infinite.
         """
         got = np.asarray(attended).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
@@ -248,21 +248,15 @@ def reference(job: AttentionJob) -> Future[Any]:
 
 def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None, **options: Any) -> Future[Any]:
     """Compiles `kvjax.paged_attention` for a query over the caches of a job."""
-    row = job.row
-    chosen = tuple((row.options | options).items())
-    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, chosen, query, implementation)
+    options = job.row.options | options | {"implementation": implementation}
+    return _paged(job.spec, job.row.num_blocks, job.row.blocks_a_seq, query, **options)
 
 
 @functools.cache
 def _paged(
-    spec: AttentionSpec,
-    num_blocks: int,
-    blocks_a_seq: int,
-    options: tuple[tuple[str, Any], ...],
-    query: jax.ShapeDtypeStruct,
-    implementation: str | None,
+    spec: AttentionSpec, num_blocks: int, blocks_a_seq: int, query: jax.ShapeDtypeStruct, **options: Any
 ) -> Future[Any]:
-    attend = functools.partial(kvjax.paged_attention, **dict(options), implementation=implementation)
+    attend = functools.partial(kvjax.paged_attention, **options)
     table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
     return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
 

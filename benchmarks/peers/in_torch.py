@@ -38,19 +38,6 @@ def wait(_: object = None) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_in_a_row(call: Callable[[], Any], count: int) -> float:
-    """Returns the GPU seconds per call of `count` back-to-back calls, measured by CUDA events."""
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / count
-
-
 def why_missing() -> str | None:
     """Returns why torch cannot access the memory of JAX arrays here, or `None`."""
     reason = why_not_importable("torch", "kvjax_torch")

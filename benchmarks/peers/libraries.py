@@ -64,8 +64,8 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
         apart = 0
         for (data, block_scales), (expected_data, expected_scales) in zip(arrays, expected, strict=True):
             stored_scales = lax.bitcast_convert_type(expected_scales, jnp.uint8)
-            apart += workload.check_codes(block_scales, stored_scales)["codes_apart"]
-            apart += workload.check_codes(data, expected_data, bits=4)["codes_apart"]
+            apart += workload.check_codes(block_scales, stored_scales)
+            apart += workload.check_codes(data, expected_data, bits=4)
         return {"codes_apart": apart}
 
     return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)

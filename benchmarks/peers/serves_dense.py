@@ -68,10 +68,9 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
     step = functools.partial(step_of, config=of.config, implementation=implementation())
-    weights = serving.struct_of(serving.params(of))
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
-    return compiling(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
+    return compiling(jax.jit(step, donate_argnums=4), serving.params(of), row, row, metadata, caches)
 
 
 def serve(job: ServeJob) -> Timing:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import workload
+from benchmarks import timing, workload
 from benchmarks.bars import DYNAMIC, PAGED
 from benchmarks.peers.in_torch import has_gpu, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
-from benchmarks.timing import Clock, Timing
+from benchmarks.timing import Timing
 from kvjax import KVCacheDType
 
 STATIC, GATHERED = "transformers StaticCache", "transformers KvjaxCache, sdpa"
@@ -139,15 +138,8 @@ def serve(name: str, job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
             facts["step_bytes"] = taken = step_bytes(decoding)
             if name == PAGED and taken >= decoding.dense_layer_bytes:
                 raise AssertionError(f"a step took {taken} bytes, a dense layer {decoding.dense_layer_bytes}")
-        samples = []
-        for _ in range(SAMPLES):
-            wait()
-            start = time.perf_counter()
-            for _ in range(STEPS_IN_A_ROW):
-                decoding.step()
-            wait()
-            samples.append((time.perf_counter() - start) / STEPS_IN_A_ROW)
-    return Timing(tuple(samples), Clock.HOST), facts
+        times = timing.measure_in_a_row(lambda _: decoding.step(), wait=wait, count=STEPS_IN_A_ROW, samples=SAMPLES)
+    return times, facts
 
 
 def step_bytes(decoding: Decoding) -> int:
