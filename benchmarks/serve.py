@@ -16,7 +16,7 @@ from absl.testing import absltest
 
 from benchmarks import output, serving, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement, plain
-from benchmarks.peers import read, serves_dense, serves_torch
+from benchmarks.peers import in_torch, read, serves_dense, serves_torch
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from kvjax import KVCacheDType
@@ -64,11 +64,11 @@ class ServeBenchmark(output.Program):
         for name in serves_torch.NAMES:
             if name not in peers:
                 continue
-            if reason := serves_torch.why_missing():
+            if reason := in_torch.why_missing("transformers", "kvjax_torch.transformers_cache"):
                 self.results.skip(name, reason, asked_for=True)
                 continue
-            in_torch = [job for job in wanted if serves_torch.serves(name, job)]
-            self.measure(name, in_torch, rate, functools.partial(serves_torch.serve, name))
+            served = [job for job in wanted if serves_torch.serves(name, job)]
+            self.measure(name, served, rate, functools.partial(serves_torch.serve, name))
         serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:

@@ -182,14 +182,14 @@ def mesh() -> Mesh | None:
     return jax.make_mesh((DEVICES.value,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
+def whole(*axes: str | None) -> NamedSharding | None:
+    """Where tokens are, on every device, or arrays that `axes` divide; None on one device."""
+    return None if (devices := mesh()) is None else NamedSharding(devices, P(*axes))
+
+
 def by_heads() -> NamedSharding | None:
     """Where pages are, divided by heads; None on one device."""
-    return None if (devices := mesh()) is None else NamedSharding(devices, P(None, None, None, AXIS))
-
-
-def whole() -> NamedSharding | None:
-    """Where tokens are, on every device; None on one."""
-    return None if (devices := mesh()) is None else NamedSharding(devices, P())
+    return whole(None, None, None, AXIS)
 
 
 @functools.cache
@@ -234,22 +234,12 @@ def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows:
     return kvjax.StepMetadata(**{name: ints(*shape) for name, shape in shapes.items()})
 
 
-def cache_struct(spec: AttentionSpec, num_blocks: int) -> Any:
-    """A cache as `filled_caches` makes it, to lower programs with."""
-    if mesh() is None:
-        return workload.cache_struct(spec, num_blocks)
-    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, sharding=by_heads()))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), cache, cache.shardings
-    )
-
-
 @functools.cache
 def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
     of, num_seqs = job.of, job.num_seqs
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
-    cache: Any = cache_struct(job.spec, num_seqs * max_blocks)
+    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks, by_heads())
     if job.exact_window:
         window = functools.partial(kvjax.ExactWindow.allocate, job.spec, num_seqs, job.exact_window)
         cache = llama.Windowed(cache, jax.eval_shape(window))
@@ -358,24 +348,35 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     # The last call launches no step.
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
-    seconds = {"device_ns": steps_in_a_row(run, engine).seconds, "host_ns": float(host)}
+    assert run.last is not None
+    last_step = functools.partial(run.programs[1], run.weights)
+    in_a_row, _ = steps_in_a_row(last_step, *jax.device_put(run.last, whole()), engine.caches)
+    seconds = {"device_ns": in_a_row.seconds, "host_ns": float(host)}
     facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
     facts["temporary_bytes"] = workload.temporary_bytes(run.programs[1])
     return Timing(tuple(map(float, steps)), Clock.HOST), facts
 
 
-def steps_in_a_row(run: Running, engine: Engine) -> Timing:
-    """Times the last step of an engine. It is repeatable, because it always writes the same slots."""
-    assert run.last is not None
-    tokens, step = jax.device_put(run.last, whole())
-    following = jnp.zeros(engine.max_num_seqs, jnp.int32, device=whole())
+def steps_in_a_row(run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadata, caches: Any) -> Any:
+    """Times back-to-back steps of a token of each sequence, repeatable because they always write the same slots.
+
+    Returns:
+      The times, and the caches.
+
+    Raises:
+      AssertionError: If a cache has moved.
+    """
+    following, where = jnp.zeros(len(tokens), jnp.int32, device=whole()), workload.pointers(caches)
 
     def call(_: int) -> jax.Array:
-        nonlocal following
-        following, engine.caches = run(tokens, following, step, engine.caches, max_q_len=1)
+        nonlocal following, caches
+        following, caches = run(tokens, following, step, caches)
         return following
 
-    return timing.measure_in_a_row(call, count=16, samples=3)
+    timed = timing.measure_in_a_row(call, count=16, samples=3)
+    if workload.pointers(caches) != where:
+        raise AssertionError("a step was not in place: it returned a cache elsewhere in memory")
+    return timed, caches
 
 
 def check(job: ServeJob) -> float:

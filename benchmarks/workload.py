@@ -164,12 +164,22 @@ class Tokens:
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 
+def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns normal random keys and values in bfloat16."""
+    distinct = np.random.default_rng(0).standard_normal(DISTINCT_ELEMENTS, np.float32)
+    key = np.resize(distinct.astype(INPUT_DTYPE), (num_tokens, spec.num_kv_heads, spec.head_size))
+    return jax.device_put((key, key[::-1]))
+
+
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
 
 
-def cache_struct(spec: AttentionSpec, num_blocks: int, num_layers: int | None = None) -> KVCache:
+def cache_struct(spec: AttentionSpec, num_blocks: int, sharding: NamedSharding | None = None) -> KVCache:
     """Returns the shape of a cache, to lower programs with."""
-    return jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, num_layers=num_layers))
+    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, sharding=sharding))
+    if sharding is None:
+        return cache
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, cache.shardings)
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from benchmarks.peers.attention_inputs import (
     AttentionJob,
     attention,
     compiling,
+    dense_implementation,
     paged,
     reference,
 )
@@ -67,9 +68,9 @@ def no_cascade_run(inputs: AttentionInputs) -> Run:
     return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
 
 
-def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
+def dense_run(inputs: AttentionInputs) -> Run:
     """Runs JAX's attention over dense caches of the same tokens."""
-    compiled = dense_attention(inputs.job, implementation).result()
+    compiled = dense_attention(inputs.job).result()
     query = inputs.query.reshape(_dense_shape(inputs.job))
     sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
     return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
@@ -80,7 +81,7 @@ def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
 
 
 @functools.cache
-def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
+def dense_attention(job: AttentionJob) -> Future[Any]:
     """Compiles `jax.nn.dot_product_attention` for a job: `(query, key, value, seq_lens)`.
 
     If `q_len` is greater than 1, the query covers all tokens of a sequence.
@@ -89,7 +90,7 @@ def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, seq_lens: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
-        return jax.nn.dot_product_attention(query, key, value, **options | {"implementation": implementation})
+        return jax.nn.dot_product_attention(query, key, value, **options, implementation=dense_implementation())
 
     shape = row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size
     query, dense = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (_dense_shape(job), shape))
@@ -174,7 +175,7 @@ KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
 KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
 READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
-    "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
+    "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job)]
 )
 SDPA: AttentionPeer = Peer("torch sdpa", sdpa_run, serves=_serves_torch, why_missing=in_torch.why_missing)
 WITHOUT_CASCADE: AttentionPeer = Peer(

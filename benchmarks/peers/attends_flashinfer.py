@@ -12,9 +12,8 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
-from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
+from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob, Workers
 from benchmarks.peers.in_torch import borrow, float_scales
 from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow

@@ -38,19 +38,16 @@ def wait(_: object = None) -> None:
         torch.cuda.synchronize()
 
 
-def why_missing() -> str | None:
-    """Returns why torch cannot access the memory of JAX arrays here, or `None`."""
-    reason = why_not_importable("torch", "kvjax_torch")
-    if reason is None and workload.is_gpu():
-        import torch
-
-        return None if torch.cuda.is_available() else "torch sees no GPU"
-    return reason
+def why_missing(*modules: str) -> str | None:
+    """Returns why torch cannot access the memory of JAX arrays here, or modules cannot be imported, or `None`."""
+    if reason := why_not_importable("torch", "kvjax_torch", *modules):
+        return reason
+    return "torch sees no GPU" if workload.is_gpu() and not has_gpu() else None
 
 
 def why_no_library(module: str) -> str | None:
     """Returns why the kernels of a torch library cannot run here, or `None`."""
-    return why_no_gpu() or why_not_importable(module) or why_missing()
+    return why_no_gpu() or why_missing(module)
 
 
 def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:

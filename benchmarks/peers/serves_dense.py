@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks import serving, timing, workload
-from benchmarks.peers.attention_inputs import compiling
+from benchmarks import serving, workload
+from benchmarks.peers.attention_inputs import compiling, dense_implementation
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from examples import llama
@@ -52,10 +52,6 @@ def step_of(
     return llama.next_tokens(params, hidden, step, previous), caches
 
 
-def implementation() -> str:
-    return "cudnn" if workload.is_gpu() else "xla"
-
-
 def serves(job: ServeJob) -> bool:
     """Returns whether the job is in bfloat16, and in a row that has bars."""
     return job.dtype is KVCacheDType.BFLOAT16 and bool(job.rows)
@@ -67,7 +63,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     row = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
-    step = functools.partial(step_of, config=of.config, implementation=implementation())
+    step = functools.partial(step_of, config=of.config, implementation=dense_implementation())
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
     return compiling(jax.jit(step, donate_argnums=4), serving.params(of), row, row, metadata, caches)
@@ -84,18 +80,7 @@ def serve(job: ServeJob) -> Timing:
     lengths = jnp.full(number, of.seq_len, jnp.int32)
     every = jnp.arange(number + 1, dtype=jnp.int32)
     step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
-    tokens, following = ~every[:-1], jnp.zeros(number, jnp.int32)
-    weights = serving.params(of)
-
-    def call(_: int) -> jax.Array:
-        nonlocal caches, following
-        following, caches = compiled(weights, tokens, following, step, caches)
-        return following
-
-    where = workload.pointers(caches)
-    timed = timing.measure_in_a_row(call, count=16, samples=3)
-    if where != workload.pointers(caches):
-        raise AssertionError("a step was not in place")
+    timed, caches = serving.steps_in_a_row(functools.partial(compiled, serving.params(of)), ~every[:-1], step, caches)
     if not np.isfinite(np.asarray(caches[0][0][:, -1], np.float32)).all():
         raise AssertionError("keys are not finite")
     return timed

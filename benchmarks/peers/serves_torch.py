@@ -7,10 +7,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import timing, workload
+from benchmarks import timing
 from benchmarks.bars import DYNAMIC, PAGED
 from benchmarks.peers.in_torch import has_gpu, wait
-from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Timing
@@ -27,12 +26,6 @@ ROOM = 32
 
 MAX_ERROR = 0.25
 """Maximum relative RMS difference between logits over pages and over dense layers. Layers amplify bfloat16 rounding."""
-
-
-def why_missing() -> str | None:
-    if reason := why_not_importable("torch", "transformers", "kvjax_torch.transformers_cache"):
-        return reason
-    return "torch sees no GPU" if workload.is_gpu() and not has_gpu() else None
 
 
 def serves(name: str, job: ServeJob) -> bool:

@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from benchmarks import compare, output, workload
-from benchmarks.peers import cuda
+from benchmarks.peers import cuda, in_torch
 from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER
-from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
+from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed, float_scales
 from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.libraries import FLASHINFER
-from benchmarks.peers.peer import Peer, Run
-from benchmarks.shapes import Case, Slots
+from benchmarks.peers.peer import Peer, Run, by_turns
+from benchmarks.shapes import BLOCK_SIZE, Case, Slots
 from benchmarks.workload import WriteJob
+from kvjax import KVCacheDType, nvfp4_split_views
+
+NVFP4 = KVCacheDType.NVFP4
 
 
 def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
@@ -39,6 +43,65 @@ CUDA_FITTED = dataclasses.replace(
     CUDA, name="CUDA fitted", prepare=functools.partial(cuda_run, threads=cuda.fitted_threads)
 )
 
+
+def flashinfer_run(inputs: WriteInputs) -> Run:
+    return (_flashinfer_nvfp4 if inputs.job.dtype is NVFP4 else _flashinfer_append)(inputs)
+
+
+def _flashinfer_append(inputs: WriteInputs) -> Run:
+    """Appends to one request that owns all pages in order, so that a token's position equals its slot."""
+    import torch
+    from flashinfer import page  # type: ignore[import-not-found]
+
+    cache = inputs.poisoned()
+    pages = borrow(cache.kv)
+
+    def numbers(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device=pages.device)
+
+    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=pages.device)
+    owners = table, numbers(0, cache.num_blocks), numbers(BLOCK_SIZE)
+    first_request = torch.zeros(inputs.job.num_tokens, dtype=torch.int32, device=pages.device)
+    layout = inputs.job.layout.value
+
+    def write(key: Any, value: Any, slots: Any) -> None:
+        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=layout)
+
+    return inputs.run(write, borrowed(inputs.batches), cache, in_torch.wait)
+
+
+def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
+    import torch
+    from flashinfer import page
+
+    job = inputs.job
+    expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # (data, scales) of keys, then of values
+    arrays = [[jnp.full(each.shape, workload.POISON, jnp.uint8) for each in half] for half in expected]
+    halves = [[borrow(each) for each in half] for half in arrays]
+    data, scales = ([half[which] for half in halves] for which in range(2))
+    caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
+    options = *caches, *float_scales()
+
+    def write(*batch: Any) -> None:
+        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*batch, *options, kv_layout=job.layout.value)
+
+    def check(_: Any) -> dict[str, Any]:
+        apart = 0
+        for (data, block_scales), (expected_data, expected_scales) in zip(arrays, expected, strict=True):
+            stored_scales = lax.bitcast_convert_type(expected_scales, jnp.uint8)
+            apart += workload.check_codes(block_scales, stored_scales)
+            apart += workload.check_codes(data, expected_data, bits=4)
+        return {"codes_apart": apart}
+
+    return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
+
+
+FLASHINFER = Peer[WriteJob, WriteInputs](
+    "FlashInfer",
+    flashinfer_run,
+    serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
+    why_missing=lambda: in_torch.why_no_library("flashinfer.page"),
+)
 
 PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, FLASHINFER)
 
