@@ -284,7 +284,7 @@ class TorchBenchmark(output.Program):
 
     def test_kernels(self) -> None:
         default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
-        counts = output.chosen(NUM_TOKENS, int, default)
+        counts = NUM_TOKENS.value or default
         jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
         peers = compare.present(self.results, [in_torch.KVJAX, in_jax.KVJAX], None)
         writes.measure(self, "bridge kernel", jobs, peers)

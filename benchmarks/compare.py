@@ -13,9 +13,12 @@ from benchmarks.measurement import Measurement, known
 from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
 
+flags.disclaim_key_flags()  # `define_peers` is called by programs, whose flag it is
+
 
 def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
-    return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that are available)")
+    names = {peer.name: peer.name for peer in of}
+    return output.define_some("peers", names, "who is timed (default: all that are available)")
 
 
 def present[J, Inputs](

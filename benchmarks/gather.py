@@ -176,7 +176,7 @@ def jobs() -> list[GatherJob]:
     """Returns the jobs to time. Only the first size is timed in both layouts."""
     gpu = (bars.GATHER_SIZE, (1, 16_384), (256, 128))
     sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
-    cases = output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, [shapes.LLAMA_8B])
+    cases = CASES.value or [shapes.LLAMA_8B]
     return [
         GatherJob(case, dtype, layout, *size)
         for case, size, layout, dtype in itertools.product(cases, sizes, CacheLayout, shapes.TIMED_DTYPES)

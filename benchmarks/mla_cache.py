@@ -191,8 +191,8 @@ PEERS = compare.define_peers(WRITES)
 
 class LatentsBenchmark(output.Program):
     def _measure(self, operation: str, peers: Any) -> None:
-        counts = output.chosen(NUM_TOKENS, int, output.by_device(gpu=(64, 4_096, 65_536), host=(64, 1_024), smoke=(8,)))
-        dtypes = output.chosen(DTYPES, KVCacheDType, kvjax.MLA_KV_CACHE_DTYPES[2:])
+        counts = NUM_TOKENS.value or output.by_device(gpu=(64, 4_096, 65_536), host=(64, 1_024), smoke=(8,))
+        dtypes = DTYPES.value or kvjax.MLA_KV_CACHE_DTYPES[2:]
         jobs = [LatentsJob(*each) for each in itertools.product(dtypes, counts)]
         compare.compare_all(self, operation, jobs, compare.present(self.results, peers, PEERS.value), LatentsInputs)
 

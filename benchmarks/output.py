@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,33 +54,36 @@ def shorten() -> None:
     workload.shrink()
 
 
-def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
+class _Words[Value](flags.ArgumentParser[list[Value]]):
+    """Parses words with commas between them to the values that `make` returns, `None` for a wrong word."""
+
+    def __init__(self, make: Callable[[str], Value | None], expected: str) -> None:
+        super().__init__()
+        self.make, self.expected = make, expected
+
+    def parse(self, argument: str) -> list[Value]:
+        words = flags.ListParser().parse(argument)
+        values = [value for word in words if (value := self.make(word)) is not None]
+        if not values or len(values) < len(words):
+            raise ValueError(self.expected)
+        return values
+
+
+def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[int] | None]:
     expected = f"expected numbers of at least {least} with commas between them"
-    return _define_list(name, text, lambda word: word.isdecimal() and int(word) >= least, expected)
+    words = _Words(lambda word: int(word) if word.isdecimal() and int(word) >= least else None, expected)
+    return flags.DEFINE(words, name, None, text)
 
 
-def define_some(name: str, of: Iterable[str], text: str) -> flags.FlagHolder[list[str] | None]:
-    accepted = [*of]
-    return _define_list(name, text, accepted.__contains__, f"expected some of {accepted}")
+def define_some[Value](name: str, of: Mapping[str, Value], text: str) -> flags.FlagHolder[list[Value] | None]:
+    return flags.DEFINE(_Words(of.get, f"expected some of {[*of]}"), name, None, text)
 
 
-def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
+def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[KVCacheDType] | None]:
+    return define_some("dtypes", {dtype.value: dtype for dtype in of}, "dtypes of the caches")
 
 
-def _define_list(
-    name: str, text: str, is_right: Callable[[str], bool], expected: str
-) -> flags.FlagHolder[list[str] | None]:
-    holder = flags.DEFINE_list(name, None, text)
-    flags.register_validator(name, lambda given: given is None or (given and all(map(is_right, given))), expected)
-    return holder
-
-
-def chosen[Value](
-    flag: flags.FlagHolder[list[str] | None], make: Callable[[str], Value], default: Sequence[Value]
-) -> Sequence[Value]:
-    """Returns the flag's values converted by `make`, or `default` if the flag is not set."""
-    return [*map(make, flag.value)] if flag.value else default
+flags.disclaim_key_flags()  # so that --help lists what is defined here as the program's
 
 
 def environment(program: str) -> dict[str, str]:
@@ -169,12 +172,11 @@ class Report:
         facts = ", ".join(f"{name} {text}" for name, text in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
         parts += tables.of_operations(self.measurements)
-        if self.checks:
-            lines = [f"- {VERDICTS[each['holds']]}: {each['what']}: {each['text']}" for each in self.checks]
-            parts.append("\n".join(["Checks:", "", *lines]))
-        if self.skipped:
-            lines = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
-            parts.append("\n".join(["Skipped:", "", *lines]))
+        checks = [f"- {VERDICTS[each['holds']]}: {each['what']}: {each['text']}" for each in self.checks]
+        skipped = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
+        parts += [
+            "\n".join([head, "", *lines]) for head, lines in (("Checks:", checks), ("Skipped:", skipped)) if lines
+        ]
         text = "\n\n".join(parts)
         print(f"\n{text}", flush=True)
         if MARKDOWN.value:

@@ -9,7 +9,6 @@ from absl.testing import absltest
 from benchmarks import compare, output, shapes
 from benchmarks.peers import attends
 from benchmarks.peers.attention_inputs import AttentionJob
-from kvjax import KVCacheDType
 
 ROWS = output.define_some("rows", shapes.RAGGED_ROWS_BY_NAME, "rows to time (default: all of this device)")
 DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *shapes.MIXED))
@@ -18,9 +17,7 @@ PEERS = compare.define_peers(attends.STEP_PEERS)
 
 def jobs() -> list[AttentionJob]:
     rows = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
-    chosen = output.chosen(ROWS, shapes.RAGGED_ROWS_BY_NAME.__getitem__, rows)
-    dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
-    return [AttentionJob(row, dtype) for row, dtype in itertools.product(chosen, dtypes)]
+    return [AttentionJob(*each) for each in itertools.product(ROWS.value or rows, DTYPES.value or shapes.TIMED_DTYPES)]
 
 
 class RaggedBenchmark(output.Program):

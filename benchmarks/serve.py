@@ -32,14 +32,14 @@ ROWS = output.define_some(
 WINDOWS = output.define_numbers(
     "exact_windows", "tokens that stay exact beside quantized caches, in further rows (default: none)", least=1
 )
-PEERS = output.define_some("peers", PEER_NAMES, "who serves (default: all but transformers)")
+PEERS = output.define_some("peers", {name: name for name in PEER_NAMES}, "who serves (default: all but transformers)")
 READ_BYTES = 1 << 30
 type Served = tuple[Timing, Mapping[str, Any]]
 
 
 class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
-        of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
+        of, rows = serving.scenario(), ROWS.value or [*serving.ROWS.values()]
         wanted = serving.jobs(of, dtypes(), rows)
         if serving.DEVICES.value > 1:
             for name, got in (("exact_windows", WINDOWS.value), ("peers", PEERS.value)):
@@ -52,7 +52,7 @@ class ServeBenchmark(output.Program):
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
         windowed = {
             f"{OWN}, {size} exact": serving.jobs(of, [each for each in dtypes() if each.is_quantized], rows, size)
-            for size in (output.chosen(WINDOWS, int, []) if own else [])
+            for size in ((WINDOWS.value or []) if own else [])
         }
         compile_ahead(of, [*own, *itertools.chain.from_iterable(windowed.values())], dense)
         rate = reading_rate()
@@ -72,7 +72,7 @@ class ServeBenchmark(output.Program):
         serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:
-        if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
+        if serving.PROMPTS not in (ROWS.value or serving.ROWS.values()) or OWN not in (PEERS.value or PEER_NAMES):
             return
         of = serving.scenario()
         for dtype in dtypes():
@@ -103,14 +103,14 @@ class ServeBenchmark(output.Program):
 
 
 def dtypes() -> Sequence[KVCacheDType]:
-    return output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
+    return DTYPES.value or shapes.TIMED_DTYPES
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
     """Compiles all steps in parallel and waits, because threads that lower programs hold the GIL."""
     programs = [serving.program(job, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
-    if own and (ROWS.value is None or "prompts" in ROWS.value):
+    if own and serving.PROMPTS in (ROWS.value or serving.ROWS.values()):
         programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype).values()]
     concurrent.futures.wait(programs)
 

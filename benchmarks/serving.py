@@ -349,8 +349,8 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
     assert run.last is not None
-    last_step = functools.partial(run.programs[1], run.weights)
-    in_a_row, _ = steps_in_a_row(last_step, *jax.device_put(run.last, whole()), engine.caches)
+    tokens, step = jax.device_put(run.last, whole())
+    in_a_row, _ = steps_in_a_row(functools.partial(run.programs[1], run.weights), tokens, step, engine.caches)
     seconds = {"device_ns": in_a_row.seconds, "host_ns": float(host)}
     facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
     facts["temporary_bytes"] = workload.temporary_bytes(run.programs[1])

@@ -37,16 +37,18 @@ class OnDevices:
     def __init__(self, devices: Sequence[Any]) -> None:
         self.mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Explicit,))
 
+    def sharding(self, head_dim: int | None) -> NamedSharding:
+        axes = () if head_dim is None else (*[None] * head_dim, "tensor")
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
     def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
         """Returns an array with `x` as every shard along `head_dim`, or replicated if `head_dim` is `None`."""
-        axes = () if head_dim is None else (*[None] * head_dim, "tensor")
-        return workload.on_each_device(x, NamedSharding(self.mesh, PartitionSpec(*axes)))
+        return workload.on_each_device(x, self.sharding(head_dim))
 
     def cache(self, cache: KVCache) -> KVCache:
         """Returns a sharded cache with `cache` as every shard."""
         spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
-        kv = self.array(cache.kv, 3)
-        return KVCache(kv, spec, kv.sharding)
+        return KVCache(self.array(cache.kv, 3), spec, self.sharding(3))
 
 
 def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:

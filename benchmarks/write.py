@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from absl.testing import absltest
 
@@ -20,8 +21,8 @@ NHD, HND = CacheLayout
 CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time writes of")
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write", least=1)
 DTYPES = output.define_dtypes(STORED_KV_CACHE_DTYPES)
-LAYOUTS = output.define_some("layouts", [*CacheLayout], "layouts of the caches")
-SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
+LAYOUTS = output.define_some("layouts", {each.value: each for each in CacheLayout}, "layouts of the caches")
+SLOTS = output.define_some("slots", {each.value: each for each in Slots}, "where the tokens go")
 PEERS = compare.define_peers(writes.PEERS)
 
 CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # its largest cache takes 1 GiB in float32, which fits any machine
@@ -42,6 +43,11 @@ class Matrix:
     layouts: Sequence[CacheLayout] = (NHD,)
     dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES
 
+    def jobs(self) -> list[WriteJob]:
+        """Returns all combinations, grouped by case and number of tokens."""
+        product = itertools.product(self.cases, self.slots, self.num_tokens, self.layouts, self.dtypes)
+        return [WriteJob(case, dtype, num_tokens, layout, slots) for case, slots, num_tokens, layout, dtype in product]
+
 
 def matrices() -> list[Matrix]:
     """Returns the default matrices: all sizes of one model, and few sizes of everything else."""
@@ -61,19 +67,10 @@ def matrices() -> list[Matrix]:
 
 
 def jobs() -> list[WriteJob]:
-    """Returns the jobs to time, grouped by case and number of tokens. Flags override the values of the matrices."""
-    products = (
-        itertools.product(
-            output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, each.cases),
-            output.chosen(SLOTS, Slots, each.slots),
-            output.chosen(NUM_TOKENS, int, each.num_tokens),
-            output.chosen(LAYOUTS, CacheLayout, each.layouts),
-            output.chosen(DTYPES, KVCacheDType, each.dtypes),
-        )
-        for each in matrices()
-    )
-    every = itertools.chain.from_iterable(products)
-    return [*dict.fromkeys(WriteJob(case, dtype, size, layout, slots) for case, slots, size, layout, dtype in every)]
+    """Returns the jobs to time. Flags override the values of the matrices."""
+    fields = {"cases": CASES, "slots": SLOTS, "num_tokens": NUM_TOKENS, "layouts": LAYOUTS, "dtypes": DTYPES}
+    given: dict[str, Any] = {name: flag.value for name, flag in fields.items() if flag.value}
+    return [*dict.fromkeys(job for each in matrices() for job in dataclasses.replace(each, **given).jobs())]
 
 
 def _one_case(job: WriteJob) -> bool:

@@ -56,7 +56,7 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
 
 def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array], *, most: float = OWN_ERROR) -> Run:
-    query = inputs.call_query  # all calls share one query, as with other peers
+    query = inputs.query.reshape(inputs.job.query.shape)  # all calls share one query, as with other peers
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, functools.partial(inputs.check, most=most))

@@ -132,10 +132,6 @@ class AttentionInputs:
             self.numbers = self.table, self.seq_lens, jax.device_put(row.cu_q_lens)
 
     @property
-    def call_query(self) -> jax.Array:
-        return self.query.reshape(self.job.query.shape)
-
-    @property
     def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
         """Table and lengths of the sampled queries. In a step, each sampled token ends a sequence of its own."""
         row, sampled = self.job.row, self.job.sampled

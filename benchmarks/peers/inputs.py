@@ -42,7 +42,7 @@ class WriteInputs:
 
     def check(self, stored: Sequence[jax.Array], expected: Sequence[jax.Array]) -> dict[str, int]:
         """Compares what is stored after the first batch, and returns how many codes differ."""
-        facts = {}
+        facts: dict[str, int] = {}
         for got, wanted in zip(stored, expected, strict=True):
             if self.job.spec.quant_mode is KVQuantMode.NONE:
                 workload.check_same_bits(got, wanted)
