@@ -19,9 +19,9 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import compare, output, shapes, timing, workload
+from benchmarks import compare, copies, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
-from benchmarks.peers import copy, in_jax, in_torch, writes
+from benchmarks.peers import in_torch, writes
 from benchmarks.peers.in_torch import has_gpu, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
@@ -240,7 +240,7 @@ class TorchBenchmark(output.Program):
         for job, times in cls.replays:
             subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
             facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
-            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copy.measure(moved), facts)
+            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copies.measure(moved), facts)
             cls.results.add(replay)
         super().tearDownClass()
 
@@ -286,7 +286,7 @@ class TorchBenchmark(output.Program):
         default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
         counts = NUM_TOKENS.value or default
         jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
-        peers = compare.present(self.results, [in_torch.KVJAX, in_jax.KVJAX], None)
+        peers = compare.present(self.results, [in_torch.KVJAX, writes.KVJAX], None)
         writes.measure(self, "bridge kernel", jobs, peers)
 
 

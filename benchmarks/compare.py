@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from absl import flags
 
 from benchmarks import output, timing
+from benchmarks.copies import measure as measure_copy
 from benchmarks.measurement import Measurement, known
-from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
 
 flags.disclaim_key_flags()  # `define_peers` is called by programs, whose flag it is
@@ -100,5 +100,5 @@ def _measured(operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copie
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
-    copied = copy.measure(job.bytes_moved) if copies else None
+    copied = measure_copy(job.bytes_moved) if copies else None
     return Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)

@@ -17,8 +17,7 @@ from jax import lax
 import kvjax
 from benchmarks import bars, compare, output, shapes, workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from benchmarks.shapes import BLOCK_SIZE, Case
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType, KVQuantMode
 from kvjax.ops.rows import decode_rows, encode_rows

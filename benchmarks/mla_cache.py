@@ -15,8 +15,7 @@ from absl.testing import absltest
 import kvjax
 from benchmarks import compare, output, workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
 BLOCK_SIZE, RANK, ROPE = 64, 512, 64

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvjax
 from benchmarks import output, shapes, timing, workload
@@ -31,24 +32,17 @@ CASE = shapes.LLAMA_8B  # the shard of each device; N devices have N times its h
 Call = Callable[[int], Any]
 
 
-class OnDevices:
-    """Replicates arrays of one device along their heads to all devices of a mesh."""
+@functools.cache
+def placed(*axes: str | None) -> NamedSharding:
+    """Returns the sharding over all devices of arrays that `axes` divide."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("tensor",), axis_types=(AxisType.Explicit,)), P(*axes))
 
-    def __init__(self, devices: Sequence[Any]) -> None:
-        self.mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Explicit,))
 
-    def sharding(self, head_dim: int | None) -> NamedSharding:
-        axes = () if head_dim is None else (*[None] * head_dim, "tensor")
-        return NamedSharding(self.mesh, PartitionSpec(*axes))
-
-    def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
-        """Returns an array with `x` as every shard along `head_dim`, or replicated if `head_dim` is `None`."""
-        return workload.on_each_device(x, self.sharding(head_dim))
-
-    def cache(self, cache: KVCache) -> KVCache:
-        """Returns a sharded cache with `cache` as every shard."""
-        spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
-        return KVCache(self.array(cache.kv, 3), spec, self.sharding(3))
+def on_devices(cache: KVCache) -> KVCache:
+    """Returns a sharded cache with `cache` as every shard."""
+    sharding = placed(None, None, None, "tensor")
+    spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * jax.device_count())
+    return KVCache(workload.on_each_device(cache.kv, sharding), spec, sharding)
 
 
 def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
@@ -56,16 +50,17 @@ def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
     return [jax.device_put(shard.data, like.device) for shard in array.addressable_shards]
 
 
-def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+def writing_calls(job: WriteJob) -> tuple[Call, Call]:
     """Returns equal writes on one device and on several, after checking every byte of the first."""
     tokens = workload.Tokens(job.case, job.num_tokens)
     batches = tokens.batches(job.num_tokens)
-    divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
+    by_heads = placed(None, "tensor"), placed(None, "tensor"), placed()
+    divided = [workload.Batch(*map(workload.on_each_device, batch, by_heads)) for batch in batches]
     write = functools.partial(
         kvjax.reshape_and_cache_flash, unique_slots=True, implementation=output.IMPLEMENTATION.value
     )
     donated = jax.jit(write, donate_argnames="cache")
-    caches = [tokens.poisoned(job.spec), several.cache(tokens.poisoned(job.spec))]
+    caches = [tokens.poisoned(job.spec), on_devices(tokens.poisoned(job.spec))]
 
     def call(which: int, number: int) -> jax.Array:
         batch = (batches, divided)[which][number % len(batches)]
@@ -82,7 +77,7 @@ def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     return one, many
 
 
-def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+def gathering_calls(job: WriteJob) -> tuple[Call, Call]:
     """Returns equal gathers on one device and on several, after checking every bit of their results."""
     pages, page = workload.default_pages(job.case, 1), job.spec.page_size_bytes // job.spec.array_dtype.itemsize
     stored = jax.random.bits(jax.random.key(0), (pages, page), f"uint{8 * job.spec.array_dtype.itemsize}")
@@ -94,7 +89,7 @@ def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     read = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation=output.IMPLEMENTATION.value))
     in_xla = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation="xla"))
     expected = in_xla(one, table, lens, **workload.scales())
-    many, tables = several.cache(one), [several.array(x, None) for x in (table, lens)]
+    many, tables = on_devices(one), [workload.on_each_device(x, placed()) for x in (table, lens)]
     calls = (
         lambda _: read(one, table, lens, **workload.scales()),
         lambda _: read(many, *tables, **workload.scales()),
@@ -124,7 +119,6 @@ class ShardedBenchmark(output.Program):
         if len(devices) < 2:
             self.results.skip("several devices", "needs 2 devices, and there is 1")
             return
-        several = OnDevices(devices)
         sizes: tuple[int, ...] = output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,))
         gathered = shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1)
         jobs = [
@@ -134,7 +128,7 @@ class ShardedBenchmark(output.Program):
         ]
         for operation, job in jobs:
             with self.subTest(operation=operation, **plain(job.subject)):
-                calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
+                calls = (writing_calls if operation == "sharded write" else gathering_calls)(job)
                 timed = (*device_timings(*calls), *map(timing.measure_in_a_row, calls))
                 peers = [("one device", 1), (f"{len(devices)} devices", len(devices))] * 2
                 for number, ((peer, count), times) in enumerate(zip(peers, timed, strict=True)):

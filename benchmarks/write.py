@@ -11,7 +11,7 @@ from absl.testing import absltest
 
 from benchmarks import compare, output, shapes, workload
 from benchmarks.peers import in_torch, writes
-from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, NOT_DONATED, XLA_SCATTER
+from benchmarks.peers.writes import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, NOT_DONATED, XLA_SCATTER
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType

@@ -28,8 +28,7 @@ from benchmarks.peers.attention_inputs import (
     paged,
     reference,
 )
-from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers, why_no_gpu
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.ops.route import Query, why_no_query_quantization
