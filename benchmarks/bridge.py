@@ -12,7 +12,7 @@ import os
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, ClassVar
 from unittest import mock
@@ -50,7 +50,6 @@ GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
 A_WHILE = 20_000_000  # GPU cycles to sleep, about 10 ms, so that calls queue up without blocking the host
 
 SYNCHRONIZED = "called a synchronizing CUDA operation"  # part of torch's warning
-SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -61,7 +60,7 @@ def device() -> str:
 
 
 def scale_tensors() -> list[torch.Tensor]:
-    return [torch.tensor(scale, device=device()) for scale in SCALES]
+    return [torch.tensor(scale, device=device()) for scale in workload.SCALES]
 
 
 def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
@@ -111,7 +110,7 @@ def eager_calls() -> dict[str, Call]:
     return {
         "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
         "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
-        "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
+        "kvjax_torch, scales as floats": functools.partial(write, *workload.SCALES),
         "kvjax under jit": functools.partial(jitted, 0),
     }
 
@@ -186,13 +185,18 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> Timing:
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     calls = in_torch.kvjax_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    replay, samples = recorded(calls).replay, []
+    calls[0]()  # compiles and loads a module, which cannot be captured
+    graph, samples = torch.cuda.CUDAGraph(), []
+    # JAX's threads may query events meanwhile, which would fail a global capture.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        for call in calls:
+            call()
     for _ in range(timing.LIMITS.min_calls):
         torch.cuda._sleep(A_WHILE)  # until all replays are queued
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(REPLAYS_IN_A_ROW):
-            replay()
+            graph.replay()
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
@@ -201,24 +205,8 @@ def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> Timing:
     return Timing(tuple(samples), Clock.EVENTS)
 
 
-def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Records calls in a CUDA graph on the current stream.
-
-    Runs the first call beforehand, because compilation and module loading cannot be captured.
-    """
-    calls[0]()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    # JAX's threads may query events meanwhile, which would fail a global capture.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        for call in calls:
-            call()
-    return graph
-
-
 def _begin(is_smoke: bool) -> None:
     """Initializes a process that uses a single torch stream."""
-    # JAX in the parent process may have preallocated 75% of the GPU memory.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
         output.shorten()
     torch.cuda.set_stream(torch.cuda.Stream())

@@ -135,7 +135,7 @@ def torch_run(inputs: GatherInputs) -> Run:
     job, decode = inputs.job, _torch_decode(inputs.job.spec)
     tables = [(in_torch.borrow(table).long().flatten(),) for table in inputs.tables]
     shape = (job.num_seqs, -1, job.case.num_kv_heads, job.case.head_size)
-    halves = [*zip(in_torch.token_pages(inputs.cache), in_torch.float_scales(), strict=True)]
+    halves = [*zip(in_torch.token_pages(inputs.cache), workload.SCALES, strict=True)]
 
     def gather(table: Any) -> list[Any]:
         return [decode(half.index_select(0, table), scale).reshape(shape) for half, scale in halves]

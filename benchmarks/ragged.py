@@ -15,15 +15,12 @@ DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *sh
 PEERS = compare.define_peers(attends.STEP_PEERS)
 
 
-def jobs() -> list[AttentionJob]:
-    rows = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
-    return [AttentionJob(*each) for each in itertools.product(ROWS.value or rows, DTYPES.value or shapes.TIMED_DTYPES)]
-
-
 class RaggedBenchmark(output.Program):
     def test_rows(self) -> None:
+        default = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
+        product = itertools.product(ROWS.value or default, DTYPES.value or shapes.TIMED_DTYPES)
         peers = compare.present(self.results, attends.STEP_PEERS, PEERS.value)
-        attends.measure(self, "ragged attention", jobs(), peers)
+        attends.measure(self, "ragged attention", [*itertools.starmap(AttentionJob, product)], peers)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,7 @@ OTHER_CASES = (
     Case("phi-3-mini-tp4", 8, 96),
     Case("gemma-3-12b", 8, 256),
 )
-CASES = (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_CASES)
-CASES_BY_NAME = {case.name: case for case in CASES}
+CASES_BY_NAME = {case.name: case for case in (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_CASES)}
 
 
 @dataclasses.dataclass(frozen=True)

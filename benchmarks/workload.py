@@ -53,10 +53,13 @@ def is_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+SCALES = (0.037, 0.052)
+"""Decode scales of keys and values, which are not powers of two, because dividing by those might be cheaper."""
+
+
 @functools.cache
 def scales() -> dict[str, jax.Array]:
-    """Returns decode scales that are not powers of two, because dividing by those might be cheaper."""
-    return {"k_scale": jnp.float32(0.037), "v_scale": jnp.float32(0.052)}
+    return dict(zip(("k_scale", "v_scale"), map(jnp.float32, SCALES), strict=True))
 
 
 class Batch(NamedTuple):

@@ -121,7 +121,7 @@ def sdpa_run(inputs: AttentionInputs) -> Run:
 def step_in_torch_run(inputs: AttentionInputs, *, most: float = OWN_ERROR, **options: Any) -> Run:
     import kvjax_torch
 
-    stored = inputs.job.dtype.value, *in_torch.float_scales()
+    stored = inputs.job.dtype.value, *workload.SCALES
     query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
     sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
     options = inputs.job.limits | inputs.job.row.options | options

@@ -60,11 +60,6 @@ def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
     return lambda x, scale: (x.float() / scale).clamp_(-largest, largest).to(dtype).view(torch.uint8)
 
 
-def float_scales() -> list[float]:
-    """Returns the decode scales of keys and values."""
-    return [float(scale) for scale in workload.scales().values()]
-
-
 def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
     """Returns the keys, values and slots of each batch as tensors."""
     return [[borrow(each) for each in batch] for batch in batches]
@@ -73,7 +68,7 @@ def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
 def index_copy_run(inputs: WriteInputs) -> Run:
     arrays = dense_poisoned(inputs)
     caches, store = [borrow(half).flatten(1) for half in arrays], _torch_store(inputs.job.spec)
-    scales = float_scales()
+    scales = workload.SCALES
 
     def write(key: Any, value: Any, slots: Any) -> None:
         for cache, x, scale in zip(caches, (key, value), scales, strict=True):
@@ -92,7 +87,7 @@ def token_pages(cache: KVCache) -> list[Any]:
 
 def index_put_run(inputs: WriteInputs) -> Run:
     cache = inputs.poisoned()
-    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), float_scales()
+    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), workload.SCALES
 
     def write(key: Any, value: Any, index: Any) -> None:
         for half, x, scale in zip(halves, (key, value), scales, strict=True):

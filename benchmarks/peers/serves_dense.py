@@ -22,14 +22,7 @@ NAME = "cuDNN, dense"
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    caches: Any,
-    step: kvjax.StepMetadata,
-    layer: int,
-    *,
-    implementation: str,
+    query: jax.Array, key: jax.Array, value: jax.Array, caches: Any, step: kvjax.StepMetadata, layer: int
 ) -> tuple[jax.Array, Any]:
     """Dense `llama.write_and_attend` for one token per sequence; caches are pairs of `[num_seqs, seq_len, ...]`."""
     lengths = jnp.asarray(step.seq_lens)
@@ -38,17 +31,14 @@ def attend(
         dense.at[at].set(new, unique_indices=True, mode="drop")
         for dense, new in zip(caches[layer], (key, value), strict=True)
     )
-    options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+    options: Any = {"key_value_seq_lengths": lengths, "implementation": dense_implementation()}
     attended = jax.nn.dot_product_attention(query[:, None], *pair, **options)
     return attended[:, 0], (*caches[:layer], pair, *caches[layer + 1 :])
 
 
-def step_of(
-    params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any, implementation: str
-) -> tuple[jax.Array, Any]:
+def step_of(params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any) -> tuple[jax.Array, Any]:
     tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
-    by = functools.partial(attend, implementation=implementation)
-    hidden, caches = llama.forward(params, config, tokens, step, caches, by)
+    hidden, caches = llama.forward(params, config, tokens, step, caches, attend)
     return llama.next_tokens(params, hidden, step, previous), caches
 
 
@@ -63,7 +53,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     row = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
-    step = functools.partial(step_of, config=of.config, implementation=dense_implementation())
+    step = functools.partial(step_of, config=of.config)
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
     return compiling(jax.jit(step, donate_argnums=4), serving.params(of), row, row, metadata, caches)

@@ -13,7 +13,7 @@ from jax import lax
 
 from benchmarks import compare, output, workload
 from benchmarks.peers import cuda, in_torch
-from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed, float_scales
+from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
 from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from benchmarks.shapes import BLOCK_SIZE, Case, Slots
@@ -132,7 +132,7 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     halves = [[borrow(each) for each in half] for half in arrays]
     data, scales = ([half[which] for half in halves] for which in range(2))
     caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
-    options = *caches, *float_scales()
+    options = *caches, *workload.SCALES
 
     def write(*batch: Any) -> None:
         page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*batch, *options, kv_layout=job.layout.value)
