@@ -14,7 +14,7 @@ import timeit
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 from absl.testing import absltest
@@ -215,23 +215,6 @@ def _begin(is_smoke: bool) -> None:
 class TorchBenchmark(output.Program):
     """Runs compilations first, and CUPTI last, because it stays attached and slows down every launch."""
 
-    replays: ClassVar[list[tuple[WriteJob, Timing]]] = []
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        """Adds replays, now that the times of their kernels are known."""
-        kernels = {
-            (m.dtype, m.subject["num_tokens"]): m.seconds
-            for m in cls.results.measurements
-            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
-        }
-        for job, times in cls.replays:
-            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
-            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copies.measure(moved), facts)
-            cls.results.add(replay)
-        super().tearDownClass()
-
     def test_compilations(self) -> None:
         timed = [(FIRST_CASE, KVCacheDType.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
         for case, dtype in timed:
@@ -258,24 +241,38 @@ class TorchBenchmark(output.Program):
             facts = {"waits": host_waits(call)}
             self.results.add(Measurement("bridge host attention", subject, name, times[name], facts=facts))
 
-    def test_graphs(self) -> None:
+    def test_graphs_and_kernels(self) -> None:
+        replays = self.replayed()
+        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
+        counts = NUM_TOKENS.value or default
+        jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
+        peers = compare.present(self.results, [in_torch.KVJAX, writes.KVJAX], None)
+        writes.measure(self, "bridge kernel", jobs, peers)
+        kernels = {
+            (m.dtype, m.subject["num_tokens"]): m.seconds
+            for m in self.results.measurements
+            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
+        }
+        for job, times in replays:
+            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
+            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copies.measure(moved), facts)
+            self.results.add(replay)
+
+    def replayed(self) -> list[tuple[WriteJob, Timing]]:
+        """Times graphs of writes, each in a process of its own."""
+        found: list[tuple[WriteJob, Timing]] = []
         if not has_gpu():
             self.results.skip("CUDA graphs", "need an NVIDIA GPU")
-            return
+            return found
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
         begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
                 with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin) as process:
                     times = process.submit(time_writes_replayed, dtype, num_tokens).result()
-                self.replays.append((WriteJob(CASE, dtype, num_tokens), times))
-
-    def test_kernels(self) -> None:
-        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
-        counts = NUM_TOKENS.value or default
-        jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
-        peers = compare.present(self.results, [in_torch.KVJAX, writes.KVJAX], None)
-        writes.measure(self, "bridge kernel", jobs, peers)
+                found.append((WriteJob(CASE, dtype, num_tokens), times))
+        return found
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -68,30 +67,13 @@ def compare_all[J: Job, Inputs](
         subject, inputs = known(job.subject), None  # frees the previous job's inputs before new ones are made
         what = f"{operation}: {', '.join(map(str, subject.values()))}"
         with test.subTest(**subject):
-            inputs = test.results.attempt(what, functools.partial(make_inputs, job), own=True)
-            if inputs is not None:
-                _compare(test.results, operation, job, what, serving, inputs, copies)
-
-
-def _compare(
-    results: output.Report,
-    operation: str,
-    job: Job,
-    what: str,
-    peers: Sequence[Peer[Any, Any]],
-    inputs: Any,
-    copies: bool,
-) -> None:
-    failure: Exception | None = None
-    for peer in peers:
-        measure = functools.partial(_measured, operation, job, peer, inputs, copies)
-        try:
-            if measured := results.attempt(f"{peer.name} ({what})", measure, own=peer.own):
-                results.add(measured)
-        except Exception as error:  # a failing peer must not stop the others
-            failure = failure or error.with_traceback(None)
-    if failure:
-        raise failure
+            inputs = test.results.attempt(what, make_inputs, job, own=True)
+            for peer in serving if inputs is not None else ():
+                with test.subTest(peer=peer.name):
+                    one = f"{peer.name} ({what})"
+                    found = test.results.attempt(one, _measured, operation, job, peer, inputs, copies, own=peer.own)
+                    if found:
+                        test.results.add(found)
 
 
 def _measured(operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool) -> Measurement:

@@ -171,22 +171,18 @@ PEERS = (KVJAX, KVJAX_IN_XLA, XLA_GATHER, INDEX_SELECT)
 CHOSEN = compare.define_peers(PEERS)
 
 
-def jobs() -> list[GatherJob]:
-    """Returns the jobs to time. Only the first size is timed in both layouts."""
-    gpu = (bars.GATHER_SIZE, (1, 16_384), (256, 128))
-    sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
-    cases = CASES.value or [shapes.LLAMA_8B]
-    return [
-        GatherJob(case, dtype, layout, *size)
-        for case, size, layout, dtype in itertools.product(cases, sizes, CacheLayout, shapes.TIMED_DTYPES)
-        if layout is CacheLayout.NHD or size is sizes[0]
-    ]
-
-
 class GatherBenchmark(output.Program):
     def test_sizes(self) -> None:
+        gpu = (bars.GATHER_SIZE, (1, 16_384), (256, 128))
+        sizes: tuple[tuple[int, int], ...] = output.by_device(gpu=gpu, host=((4, 256), (1, 1_024)), smoke=((2, 32),))
+        cases = CASES.value or [shapes.LLAMA_8B]
+        jobs = [
+            GatherJob(case, dtype, layout, *size)
+            for case, size, layout, dtype in itertools.product(cases, sizes, CacheLayout, shapes.TIMED_DTYPES)
+            if layout is CacheLayout.NHD or size is sizes[0]  # in both layouts only the first size
+        ]
         peers = compare.present(self.results, PEERS, CHOSEN.value)
-        compare.compare_all(self, "gather", jobs(), peers, GatherInputs)
+        compare.compare_all(self, "gather", jobs, peers, GatherInputs)
 
 
 if __name__ == "__main__":

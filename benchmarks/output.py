@@ -149,14 +149,14 @@ class Report:
         self.checks.append({"what": what, "holds": holds, "text": text})
         say(f"{VERDICTS[holds]} {what}: {text}")
 
-    def attempt[Value](self, what: str, make: Callable[[], Value], *, own: bool) -> Value | None:
-        """Returns the result of `make`, or `None` if it fails, and then lists `what` as skipped.
+    def attempt[Value](self, what: str, make: Callable[..., Value], *args: Any, own: bool) -> Value | None:
+        """Returns `make(*args)`, or `None` if it fails, and then lists `what` as skipped.
 
         Raises:
           Exception: That of `make` if it is kvjax's (`own`) and not a lack of memory.
         """
         try:
-            return make()
+            return make(*args)
         except Exception as error:
             is_memory = is_exhausted(error)
             kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__

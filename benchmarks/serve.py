@@ -95,7 +95,7 @@ class ServeBenchmark(output.Program):
             what = f"{name} ({job.dtype.value}, {job.num_seqs})"
             with self.subTest(**plain(job.subject)):
                 is_own = name.startswith(OWN) or name in serves_torch.OWN_NAMES
-                if found := self.results.attempt(what, functools.partial(serve, job), own=is_own):
+                if found := self.results.attempt(what, serve, job, own=is_own):
                     times, facts = found
                     known = {"rows": job.rows, "tokens_a_second": round(job.num_seqs / times.seconds), **facts}
                     known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}

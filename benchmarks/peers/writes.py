@@ -16,7 +16,7 @@ from benchmarks.peers import cuda, in_torch
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
 from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
-from benchmarks.shapes import BLOCK_SIZE, Case, Slots
+from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode, nvfp4_split_views
 
@@ -163,22 +163,18 @@ def measure(
 ) -> None:
     """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
 
-    def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
-        return job.case, job.slots, job.num_blocks
-
-    most: dict[tuple[Case, Slots, int | None], int] = {}
-    for job in jobs:
-        most[shared(job)] = max(job.num_tokens, most.get(shared(job), 0))
-
     @functools.lru_cache(maxsize=1)
-    def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        return workload.Tokens(case, most[case, slots, num_blocks], slots, num_blocks)
+    def tokens(*shared: Any) -> workload.Tokens:
+        case, slots, num_blocks = shared
+        most = max(job.num_tokens for job in jobs if (job.case, job.slots, job.num_blocks) == shared)
+        return workload.Tokens(case, most, slots, num_blocks)
 
     @functools.lru_cache(maxsize=1)
     def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
         return of.batches(num_tokens)
 
     def make(job: WriteJob) -> WriteInputs:
-        return WriteInputs(job, tokens(*shared(job)), batches(job.num_tokens, tokens(*shared(job))))
+        of = tokens(job.case, job.slots, job.num_blocks)
+        return WriteInputs(job, of, batches(job.num_tokens, of))
 
     compare.compare_all(test, operation, jobs, peers, make)
