@@ -148,8 +148,9 @@ def step_bytes(decoding: Decoding) -> int:
 
 
 def free() -> None:
-    model.cache_clear()
-    if has_gpu():
+    """Frees the model's memory, if there is one; without, torch may be missing."""
+    if model.cache_info().currsize:
         import torch
 
+        model.cache_clear()
         torch.cuda.empty_cache()
