@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -262,8 +262,11 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
     return parse_dtype_of("kv_cache_dtype", name)
 
 
-def parse_dtype_of(what: str, name: object) -> KVCacheDType:
-    """Returns what `parse_kv_cache_dtype` does, for the argument that messages name `what`."""
+def parse_dtype_of(what: str, name: object, stored: Collection[KVCacheDType] = tuple(KVCacheDType)) -> KVCacheDType:
+    """Returns what `parse_kv_cache_dtype` does, for the argument that messages name `what`.
+
+    They list the names of `stored`, the dtypes that the caller takes.
+    """
     if isinstance(name, KVCacheDType):
         return name
     if not isinstance(name, str):
@@ -274,7 +277,8 @@ def parse_dtype_of(what: str, name: object) -> KVCacheDType:
         return _BY_NAME[name]
     except KeyError:
         like = name[:MAX_SHOWN].lower().replace("float8", "fp8").replace("float4", "fp4")  # as jax and torch name them
-        raise KVCacheValueError(got_expected(what, name, ACCEPTED_KV_CACHE_DTYPES, like=like)) from None
+        accepted = [each for each in ACCEPTED_KV_CACHE_DTYPES if _BY_NAME[each] in stored]
+        raise KVCacheValueError(got_expected(what, name, accepted, like=like)) from None
 
 
 def parse_model_dtype(dtype: object) -> KVCacheDType:

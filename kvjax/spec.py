@@ -85,7 +85,7 @@ class AttentionSpec:
         for name in self._sizes():
             size = as_int(f"{type(self).__name__}.{name}", getattr(self, name), least=1, most=MAX_SIZE)
             object.__setattr__(self, name, size)
-        object.__setattr__(self, "dtype", parse_dtype_of(f"{type(self).__name__}.dtype", self.dtype))
+        object.__setattr__(self, "dtype", parse_dtype_of(f"{type(self).__name__}.dtype", self.dtype, self._DTYPES))
         object.__setattr__(self, "layout", CacheLayout.parse(self.layout))
         object.__setattr__(self, "v_scale_layout", VScaleLayout.parse(self.v_scale_layout))
         object.__setattr__(self, "model_dtype", parse_model_dtype(self.model_dtype))

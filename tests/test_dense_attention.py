@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 from support import gpu_compile, prompt_model
 from support.gpu_compile import compile_for
+from support.helpers import INPUT_DTYPES, matrix
 from support.interpret_mode import interpret_mode
 
 import kvjax
@@ -194,15 +195,22 @@ def test_the_kernel_divides_the_tokens_of_few_rows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("sizes", [(192, 128), (128, 128), (64, 64), (80, 48), (256, 256)], ids=str)
-@pytest.mark.parametrize("heads", [(16, 16), (6, 2), (3, 1)], ids=str)
-def test_on_a_gpu_the_kernel_is_attention(heads: tuple[int, int], sizes: tuple[int, int], dtype: Any, causal: bool):
+@matrix(
+    {
+        "heads": [(16, 16), (6, 2), (3, 1)],
+        "sizes": [(192, 128), (128, 128), (64, 64), (80, 48), (256, 256)],
+        "input_dtype": ["float16", "bfloat16"],
+        "causal": [True, False],
+    },
+    pairs=True,
+)
+def test_on_a_gpu_the_kernel_is_attention(
+    heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool
+):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("the prompt kernel is for compute capability 9.0")
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,))):
-        args = arrays(lengths, dtype, heads=heads, sizes=sizes)
+        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes)
         got = _run(*args, causal=causal, implementation="mosaic")
         check(args, got, attention(args, causal))
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import gpu_compile
 from support.gpu_compile import TARGETS, compile_for
-from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, page_bytes, tokens
+from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, page_bytes, raise_scales, tokens
 from support.interpret_mode import interpret_mode
 from support.mla_cases import spec_of
 
@@ -33,8 +33,9 @@ def poisoned(spec: MLAAttentionSpec, num_layers: int | None = None, num_blocks: 
     rng = np.random.default_rng(0)
     shape = spec.cache_shape(num_blocks, num_layers)
     size = int(np.prod(shape)) * spec.array_dtype.itemsize
-    raw = rng.integers(0, 0x78, size, dtype=np.uint8).view(spec.array_dtype)
-    return KVCache(jnp.asarray(raw.reshape(shape)), spec, num_layers=num_layers)
+    raw = rng.integers(0, 0x78, size, dtype=np.uint8)
+    raise_scales(raw.reshape(-1, spec.page_size_bytes), spec)
+    return KVCache(jnp.asarray(raw.view(spec.array_dtype).reshape(shape)), spec, num_layers=num_layers)
 
 
 def rows_of(spec: MLAAttentionSpec, count: int, dtype: Any) -> list[np.ndarray]:
@@ -101,6 +102,18 @@ def test_pages_of_a_shared_pool_and_of_several_layers(name: str, padding: int, n
     spec = spec_of(name, (128, 16), page_size_padded=spec.page_size_bytes + padding)
     assert_same_write(spec, rows_of(spec, 3, np.float32), SLOTS[:3], num_layers)
     assert_same_gather(spec, np.float32, num_layers)
+
+
+@pytest.mark.parametrize("padding", [0, 64])
+def test_no_scale_of_the_poison_makes_subnormal_numbers(padding: int):
+    """XLA on CPU flushes them to zero, GPUs do not."""
+    spec = spec_of("fp8_ds_mla", (128, 16))
+    spec = spec_of("fp8_ds_mla", (128, 16), page_size_padded=spec.page_size_bytes + padding)
+    pages = page_bytes(poisoned(spec, num_blocks=100))[:, : spec.real_page_size_bytes]
+    scales = np.ascontiguousarray(pages.reshape(-1, spec.bytes_per_token)[:, 128:132]).view(np.float32)
+    smallest_code, smallest, largest = 2.0**-9, 2.0**-126, 2.0**126
+    assert (scales * smallest_code >= smallest).all()
+    assert (scales * 448 <= largest).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])

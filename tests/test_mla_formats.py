@@ -254,6 +254,12 @@ def test_a_cache_carries_the_scale_of_its_latents():
         ),
         (lambda: spec_of("auto"), KVCacheValueError, "KVCacheDType.AUTO has no storage"),
         (
+            lambda: MLAAttentionSpec(8, 512, 64, dtype="int4"),
+            KVCacheValueError,
+            "MLAAttentionSpec.dtype: got 'int4', expected one of float32, float16, bfloat16, fp8_e4m3, nvfp4,"
+            " nvfp4_4over6, fp8_ds_mla, float, half, fp8",
+        ),
+        (
             lambda: spec_of("fp8_ds_mla", (192, 64)),
             KVCacheValueError,
             "kv_lora_rank: got 192, expected a multiple of 1",

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from support import gpu_compile, reference
 from support.helpers import (
+    FEW_DTYPES,
     INPUT_DTYPES,
     KERNEL_DTYPES,
     assert_same_bytes,
     each_case,
     kv_tokens,
+    matrix,
     page_bytes,
     pairwise,
     poisoned,
@@ -117,9 +119,11 @@ def test_interpreted_programs_of_whole_tokens_write_the_same_without_races(head_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_tokens", [64, 1000, 9001])
-@pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda dtype: dtype.value)
+@matrix(
+    {"dtype": STORED_KV_CACHE_DTYPES, "is_neox": [True, False], "num_tokens": [64, 1000, 9001]},
+    valid=lambda case: case["dtype"] in FEW_DTYPES or case["num_tokens"] == 9001,
+    pairs=True,
+)
 def test_many_tokens_on_a_gpu(dtype, is_neox, num_tokens):
     """Programs of several tokens, of which the last takes some of the one before."""
     spec = simple_spec(dtype, num_kv_heads=8, head_size=128, block_size=16)

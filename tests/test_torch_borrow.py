@@ -384,13 +384,15 @@ def fill_late(tensor: torch.Tensor, value: int) -> None:
 @pytest.mark.parametrize("read", [np.asarray, read_by_a_program], ids=["host", "program"])
 def test_an_array_waits_for_what_torch_has_not_finished_and_the_host_does_not(read, new_stream):
     stream, finished, tensor = new_stream(), torch.cuda.Event(), zeros_there()
-    for value in range(21):
+    unfinished, turns = 0, 21
+    for value in range(turns):
         with torch.cuda.stream(stream):
             fill_late(tensor, value)
             array = to_jax(tensor)
             finished.record()
-        assert value == 0 or not finished.query(), "the host waited for the stream"
+        unfinished += not finished.query()
         assert (read(array) == value).all()
+    assert unfinished > turns // 2, "the host waited for the stream"  # a busy one may be late
 
 
 @pytest.mark.gpu
@@ -398,7 +400,8 @@ def test_an_array_waits_for_what_torch_has_not_finished_and_the_host_does_not(re
 def test_a_tensor_waits_for_what_jax_has_not_finished_and_the_host_does_not(new_stream):
     producer, consumer, finished = torch.cuda.Stream(), new_stream(), torch.cuda.Event()
     source = zeros_there()
-    for value in range(21):
+    unfinished, turns = 0, 21
+    for value in range(turns):
         with torch.cuda.stream(producer):
             fill_late(source, value)
             array = negate(to_jax(source))  # which JAX begins when that is done
@@ -406,9 +409,10 @@ def test_a_tensor_waits_for_what_jax_has_not_finished_and_the_host_does_not(new_
         with torch.cuda.stream(consumer):
             tensor = to_torch(array)
             read = tensor.clone()
-        assert value == 0 or not finished.query(), "the host waited for JAX"
+        unfinished += not finished.query()
         consumer.synchronize()
         assert (read == -value).all()
+    assert unfinished > turns // 2, "the host waited for JAX"  # a busy one may be late
 
 
 @pytest.mark.gpu
@@ -417,19 +421,21 @@ def test_memory_is_lent_on_its_own_gpu_whichever_is_current(index):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     tensor, finished = zeros_there(f"cuda:{index}"), torch.cuda.Event()
-    for value in range(5):
+    unfinished, turns = 0, 5
+    for value in range(turns):
         with torch.cuda.stream(torch.cuda.Stream(index)):
             fill_late(tensor, value)
             finished.record()
             with torch.cuda.device(1 - index):
                 array = to_jax(tensor)
-        assert value == 0 or not finished.query(), "the host waited for the stream"
+        unfinished += not finished.query()
         assert_lent(tensor, array)
         assert (np.asarray(array) == value).all()
         with torch.cuda.device(1 - index):
             back = to_torch(array)
         assert (back.device, back.data_ptr()) == (tensor.device, tensor.data_ptr())
         assert torch.equal(back, tensor)
+    assert unfinished > turns // 2, "the host waited for the stream"  # a busy one may be late
 
 
 @pytest.mark.gpu

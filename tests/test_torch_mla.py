@@ -28,7 +28,6 @@ from kvjax import (  # noqa: E402
     KVCacheTypeError,
     KVCacheValueError,
     MLAAttentionSpec,
-    UnsupportedError,
 )
 from kvjax_torch.arguments.dtypes import torch_dtype  # noqa: E402
 from kvjax_torch.arguments.latents import (  # noqa: E402
@@ -42,6 +41,7 @@ from kvjax_torch.arguments.plan import GatherPlan, LatentQuery, ReadTensors, Sof
 from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
 from kvjax_torch.cuda import latents, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.launch import running  # noqa: E402
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
 POISON = 0xAB
@@ -387,6 +387,7 @@ def test_checked_mode_refuses_values_out_of_range(run: Any, changes: dict[str, A
     ("name", "sizes"),
     [
         *(("fp8_e4m3", (128, 16)), ("nvfp4", (64, 16)), ("fp8_ds_mla", (256, 16)), ("float16", (32, 0))),
+        ("nvfp4", (48, 2)),  # whose rows of 31 bytes have rope keys at odd addresses
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -427,14 +428,43 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, 
     assert_same(call.tensors[-plan.cache.num_parts :], want[: plan.cache.num_parts])
 
 
-def test_rope_keys_at_odd_addresses_are_refused_by_kernels():
-    spec = spec_of("nvfp4", (48, 2))  # whose rows are 31 bytes
-    cache, _ = cache_of(spec, poisoned(spec))
-    table, bounds = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 3])
-    rows = GatheredRows(torch.zeros(3, 50), None, 3)
-    plan = latent_gather_plan(LatentPages(cache, "nvfp4", torch.tensor(1.0)), rows, table, bounds, None)
-    with pytest.raises(UnsupportedError, match="gather_mla: got rows of bfloat16 at addresses that 2 does not divide"):
-        gathering.rows_call(*plan)
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("fp8_ds_mla", marks=pytest.mark.full)])
+def test_a_cache_at_an_odd_address_is_gathered_and_attended_to(name: str, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, emulated: kernels read copies."""
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(running, "run", run_interpreted)
+    problem = build(spec_of(name, (128, 16)), (9, 1))
+    call = on("cpu", problem, queries(problem.spec, (2, 1, 3), "bfloat16"))
+    whole = torch.cat([torch.zeros(1, dtype=torch.uint8), call["kv_cache"].flatten()])
+    call["kv_cache"] = whole[1:].view_as(call["kv_cache"])
+    plan, query, tensors = planned(call)
+    results = [module.attend(plan, query, tensors, None) for module in (reads, host)]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    rows = torch.zeros(2, 2, 144)
+    bounds, pages = torch.tensor([0, 1, 2]), LatentPages(call["kv_cache"], name, call["scale"])
+    for module, own in zip((reads, host), rows, strict=True):
+        own = GatheredRows(own, None, 2)
+        module.gather_rows(*latent_gather_plan(pages, own, call["block_table"], bounds, torch.tensor([6, 0])))
+    assert rows[0].any()
+    assert_same_bytes(*rows.numpy())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rows_at_odd_addresses_are_gathered_and_attended_to():
+    problem = build(spec_of("nvfp4", (48, 2)), (20, 1, 0, 9))  # rows of 31 bytes
+    q = queries(problem.spec, (4, 2, 3), "bfloat16")
+    gathered = []
+    for device in ("cpu", "cuda"):
+        call = on(device, problem, q)
+        assert_near(problem, q, kvjax_torch.mla_paged_attention(**call, return_lse=True), 2**-7)
+        dst, bounds = torch.zeros(30, 50, device=device), torch.tensor([0, 20, 21, 21, 30], device=device)
+        stored = "nvfp4", call["scale"]
+        kvjax_torch.gather_and_maybe_dequant_cache(
+            call["kv_cache"], dst, call["block_table"], bounds, None, 30, *stored
+        )
+        gathered.append(dst)
+    assert_same(gathered[:1], gathered[1:])
 
 
 def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:

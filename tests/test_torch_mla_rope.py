@@ -115,6 +115,20 @@ def test_what_does_not_fit_is_named_and_changes_nothing(changes: dict[str, Any],
         assert_same_bytes(as_bytes(x), want)
 
 
+def test_rope_keys_in_the_memory_of_queries_are_refused():
+    """Both are rotated in place; side by side in rows of one projection they have memory of their own."""
+    call = call_of("bfloat16", torch.bfloat16)
+    both = torch.ones(7, HEADS + 1, ROPE).bfloat16()
+    query, after, before = both[:, :HEADS], both[:, HEADS], both.clone()
+    message = "^k_pe: got memory that overlaps that of q_pe, expected memory of its own"
+    for k_pe in (query[:, 0], both.flatten(1)[:, 40 : 40 + ROPE]):
+        with pytest.raises(KVCacheValueError, match=message):
+            kvjax_torch.concat_and_cache_mla_rope_fused(**call | {"q_pe": query, "k_pe": k_pe})
+        assert torch.equal(both, before)
+    kvjax_torch.concat_and_cache_mla_rope_fused(**call | {"q_pe": query, "k_pe": after})
+    assert not torch.equal(both, before)
+
+
 def test_checked_mode_names_a_position_without_a_row():
     call = call_of("bfloat16", torch.bfloat16) | {"slot_mapping": torch.arange(7)}
     with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"positions\[5\]: got 20, expected"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.any_count import BFLOAT16, page_memory
 from support.gpu_compile import compile_for, why_not
-from support.helpers import assert_same_bytes, simple_spec
+from support.helpers import assert_same_bytes, matrix, simple_spec
 from support.interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
@@ -371,36 +371,37 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
         assert "serialized" not in kernel.ptxas_log
 
 
-GPU_CASES = [
-    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), head_size=128, group=4, **options)
-    for options in (
-        {"dtype": "bfloat16"},
-        {"dtype": "nvfp4", "scales": "scalar"},
-        {"dtype": "nvfp4", "v_scale_layout": "swizzled", "cap": 20.0, "sinks": True},
+GPU_STEPS = [
+    (ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), **options), decode_q_len)
+    for options, decode_q_lens in (
+        ({"dtype": "bfloat16", "head_size": 128, "group": 4}, (0, 8)),
+        ({"dtype": "bfloat16", "head_size": 32, "head_size_v": 16, "window": 33, "block_size": 48}, (1,)),
+        ({"dtype": "nvfp4", "scales": "scalar", "head_size": 128, "group": 4}, (0, 1)),
+        (
+            {"dtype": "nvfp4", "v_scale_layout": "swizzled", "cap": 20.0, "sinks": True, "head_size": 128, "group": 4},
+            (1, 8),
+        ),
+        ({"dtype": "nvfp4", "head_size": 256, "window": 100}, (0,)),
+        ({"dtype": "fp8_e4m3", "scales": "per_head"}, (0, 8)),
+        ({"dtype": "fp8_e5m2", "head_size": 80, "head_size_v": 48, "group": 3}, (1,)),
+        ({"dtype": "float16", "query_dtype": "float16", "num_kv_heads": 1, "group": 3}, (8,)),
     )
-] + [
-    ragged((5, 0, 200, 1, 33, 129), (40, 0, 450, 12, 33, 700), **options)
-    for options in (
-        {"dtype": "fp8_e4m3", "scales": "per_head"},
-        {"dtype": "fp8_e5m2", "head_size": 80, "head_size_v": 48, "group": 3},
-        {"dtype": "nvfp4", "head_size": 256, "window": 100},
-        {"dtype": "bfloat16", "head_size": 32, "head_size_v": 16, "window": 33, "block_size": 48},
-        {"dtype": "float16", "query_dtype": "float16", "num_kv_heads": 1, "group": 3},
-    )
+    for decode_q_len in decode_q_lens
 ]
+"""Every limit of sequences that decode with both 16-bit and NVFP4 caches: each case compiles kernels for seconds."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("decode_q_len", [0, 1, 8])
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize(("case", "decode_q_len"), GPU_STEPS, ids=str)
 def test_a_serving_step_on_a_gpu(case: Case, decode_q_len: int):
     ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=decode_q_len))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("decode_q_len", [0, 1, 8])
-@pytest.mark.parametrize("options", [{"head_size": 128}, {"head_size": 64, "window": 100}], ids=str)
-@pytest.mark.parametrize("own", IN_FP8, ids=str)
+@matrix(
+    {"own": IN_FP8, "options": [{"head_size": 128}, {"head_size": 64, "window": 100}], "decode_q_len": [0, 1, 8]},
+    pairs=True,
+)
 def test_products_in_fp8_on_a_gpu_have_the_errors_of_rounding(
     own: dict[str, Any], options: dict[str, Any], decode_q_len: int
 ):

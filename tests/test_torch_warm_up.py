@@ -153,23 +153,32 @@ def latent_call(dtype: str, sizes: tuple[int, int], device: str = "cpu") -> dict
     return given | {"kv_cache_dtype": dtype, "scale": 1.0} | options
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4", "fp8_ds_mla"])
-def test_latents_that_are_warm_are_not_compiled_again(dtype: str, device: str):
-    call = latent_call(dtype, (384, 48), device)
-    cache, stored_as = call["kv_cache"], (dtype, 1.0)
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("bfloat16", (384, 48)),
+        ("nvfp4", (384, 48)),
+        ("nvfp4", (48, 2)),  # whose rows kernels read from copies
+        ("fp8_ds_mla", (384, 48)),
+    ],
+)
+def test_latents_that_are_warm_are_not_compiled_again(dtype: str, sizes: tuple[int, int], device: str):
+    call = latent_call(dtype, sizes, device)
+    cache, stored_as, width = call["kv_cache"], (dtype, 1.0), sum(sizes)
     content, before = cache.clone(), num_compiled()
     kvjax_torch.warm_up_mla(**call)
     assert torch.equal(cache, content)
     warm = num_compiled()
     assert (warm != before) == (device == "cuda" or dtype != "bfloat16")
     for count in (1, 7, 31):
-        fused = torch.ones(count, 3 + 432, dtype=torch.bfloat16, device=device)
-        rows, slots = fused[:, 3:].split((384, 48), dim=1), torch.arange(count, device=device)
+        fused = torch.ones(count, 3 + width, dtype=torch.bfloat16, device=device)
+        rows, slots = fused[:, 3:].split(sizes, dim=1), torch.arange(count, device=device)
         kvjax_torch.concat_and_cache_mla(*rows, cache, slots, *stored_as)
         table, lengths = torch.zeros(3, 4, dtype=torch.int32, device=device), torch.tensor([count, 2, 0], device=device)
-        bounds, dst = torch.tensor([0, count, count, count], device=device), torch.zeros(count, 432, device=device)
+        bounds = torch.tensor([0, count, count, count], device=device)
+        dst = torch.zeros(count, sum(sizes), device=device)
         kvjax_torch.gather_and_maybe_dequant_cache(cache, dst, table, bounds, None, count, *stored_as)
-        query = [torch.ones(3, 2, 4, size, dtype=torch.bfloat16, device=device) for size in (384, 48)]
+        query = [torch.ones(3, 2, 4, size, dtype=torch.bfloat16, device=device) for size in sizes]
         kvjax_torch.mla_paged_attention(*query, cache, table, lengths, *stored_as, sm_scale=SM_SCALE)
     assert num_compiled() == warm
     assert not torch.equal(cache, content)

@@ -149,6 +149,7 @@ def test_attention_over_pages_is_refused(device: str):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        pytest.param({"v_scale": [None, 1.0]}, r"^v_scale: got \[None, 1\.0\] for a model of latents", id="one of two"),
         ({"v_scale": 1.0}, r"^v_scale: got 1\.0 for a model of latents \(MLA\), expected none"),
         ({"exact_window": 64}, r"^exact_window: got 64 for a model of latents"),
         ({"layout": "HND"}, r"^layout: got 'HND' for a model of latents"),
@@ -162,6 +163,15 @@ def test_what_latents_do_not_have_is_refused(options: dict[str, Any], message: s
     model = make_model("cpu")
     with pytest.raises((KVCacheValueError, UnsupportedError), match=message):
         make_cache(model, **options)
+
+
+def test_a_layer_without_a_scale_of_its_own_has_the_default():
+    """As lists of a checkpoint's scales have them."""
+    layers = make_cache(make_model("cpu"), "nvfp4", k_scale=[0.5, None], v_scale=[None, None])._kvjax_layers
+    states = torch.full((1, 1, 3, 48), 21.0), torch.ones(1, 1, 3, 64)
+    for layer in layers:
+        layer.update(*states)
+    assert [float(layer.k_scale) for layer in layers] == [0.5, 0.125]
 
 
 def test_expanded_keys_are_refused():

@@ -165,7 +165,7 @@ def gather_and_maybe_dequant_cache(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `concat_and_cache_mla`.
-      UnsupportedError: likewise; and for CUDA tensors with rope keys at odd addresses.
+      UnsupportedError: likewise.
     """
     check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_tensors(**{n: x for n, x in (("token_to_seq", token_to_seq), ("seq_starts", seq_starts)) if x is not None})

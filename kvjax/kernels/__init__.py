@@ -22,6 +22,7 @@ from kvjax.kernels.memory import AnyCount as AnyCount
 from kvjax.kernels.memory import PageMemory as PageMemory
 from kvjax.kernels.memory import RowMemory as RowMemory
 from kvjax.kernels.memory import packed as packed
+from kvjax.kernels.memory import why_not_elements as why_not_elements
 from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
 from kvjax.kernels.mla.tiles import operand_dtypes as mla_operand_dtypes
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
@@ -83,5 +84,6 @@ __all__ = [
     "row_gather_kernel",
     "step_schedule_kernel",
     "step_schedule_programs",
+    "why_not_elements",
     "write_kernel",
 ]

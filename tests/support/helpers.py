@@ -64,13 +64,15 @@ def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:
 def raise_scales(pages: np.ndarray, spec: AttentionSpec) -> None:
     """Puts float32 scales in pages of random bytes `[num_pages, page_bytes]` out of the subnormal numbers' reach.
 
-    XLA on CPU flushes those; no write stores a scale below 1e-6.
+    XLA on CPU flushes those, and their products with codes, to zero; GPUs do not. No write stores such a scale.
     """
-    for regions, part in zip(spec.regions, spec.dtype.parts, strict=True):
-        if part.is_per_token_head:
-            region = regions[1]
-            tops = pages[:, region.base + 3 : region.base + 4 * spec.block_size * spec.num_kv_heads : 4]
-            tops |= 0x30  # the exponent's highest bits but one
+    for regions, part in zip(spec.regions, spec.parts, strict=True):
+        if part.info.scale_dtype == np.float32:
+            rows = regions[1]
+            shape = len(pages), spec.block_size, spec.num_kv_heads, rows.row_bytes // 4
+            strides = pages.strides[0], rows.token_stride, rows.head_stride, 4
+            tops = np.lib.stride_tricks.as_strided(pages[:, rows.base + 3 :], shape, strides)
+            tops[tops & 0x70 < 0x30] |= 0x30  # the exponent's highest bits but one
 
 
 def cache_from_bytes(raw: np.ndarray, spec: AttentionSpec, num_blocks: int) -> KVCache:

@@ -116,6 +116,10 @@ def latent_rope_plan(
             )
         if share_memory(x, pages.kv_cache):
             raise KVCacheValueError(f"{name}: got memory that overlaps that of kv_cache, expected memory of its own")
+    if share_memory(q_pe, k_pe):
+        raise KVCacheValueError(
+            "k_pe: got memory that overlaps that of q_pe, expected memory of its own: both are rotated in place"
+        )
     plan = check_rotation(write, tensors, rope, q_pe=q_pe, kv_c=kv_c, k_pe=k_pe, positions=positions)
     return plan, tensors
 
@@ -370,7 +374,7 @@ def _places_of_rows(
     num_seqs, max_blocks = block_table.shape
     row = torch.arange(rows.num_tokens, device=block_table.device)
     if not num_seqs or not max_blocks:
-        return torch.full_like(row, -1), row
+        return torch.full_like(row, -1), torch.zeros_like(row)
     bounds = cu_seq_lens.to(torch.int64)
     if rows.token_to_seq is None:
         seq = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=num_seqs - 1)

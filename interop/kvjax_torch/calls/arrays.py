@@ -11,6 +11,7 @@ from kvjax_torch.arguments.plan import (
     BlockRows,
     CachePlan,
     ReadTensors,
+    RowTensors,
 )
 
 ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
@@ -50,9 +51,8 @@ def page_places(plan: CachePlan, tensors: ReadTensors) -> PagePlaces:
     """
     key_cache, value_cache, *_ = tensors
     start = value_cache.data_ptr() - key_cache.data_ptr()
-    alignments = page_alignment(key_cache), page_alignment(value_cache)
     of_scales = scale_alignments(plan, plan.scale_tensors(tensors))
-    return PagePlaces(alignments, start if 0 < start <= plan.last_value_start else None, of_scales)
+    return PagePlaces(page_alignments(tensors), start if 0 < start <= plan.last_value_start else None, of_scales)
 
 
 def runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
@@ -101,6 +101,11 @@ def page_alignment(cache: torch.Tensor) -> int:
     """The alignment of all pages of a tensor, `PAGE_ALIGNMENT` at most."""
     places = cache.data_ptr() | cache.stride(0) * cache.element_size() | PAGE_ALIGNMENT
     return places & -places
+
+
+def page_alignments(tensors: ReadTensors | RowTensors) -> tuple[int, int]:
+    """The alignments of the pages of keys and of those of values."""
+    return page_alignment(tensors.key_cache), page_alignment(tensors.value_cache)
 
 
 def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, ...]:

@@ -66,9 +66,9 @@ class KvjaxCache(Cache):
       kv_cache_dtype: a name that `kvjax.parse_kv_cache_dtype` takes, or names by layers, as in
         `kvjax.resolve_layer_dtypes`; `"auto"` is what the checkpoint declares, else the model dtype.
       skip_layers: layers that keep the model dtype, likewise.
-      k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one for each. By default
-        1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer stores
-        while it is empty, so that nothing is clipped until a token is 16 times larger than that.
+      k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one or None for each. By
+        default 1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer
+        stores while it is empty, so that nothing is clipped until a token is 16 times larger than that.
       v_scale: the same for the values.
       block_size: tokens in a block.
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.
@@ -101,8 +101,8 @@ class KvjaxCache(Cache):
         num_window_blocks: int | None = None,
         kv_cache_dtype: RequestedKVCacheDType = "auto",
         skip_layers: Sequence[int | str] = (),
-        k_scale: Scale | Sequence[Scale] | None = None,
-        v_scale: Scale | Sequence[Scale] | None = None,
+        k_scale: Scale | Sequence[Scale | None] | None = None,
+        v_scale: Scale | Sequence[Scale | None] | None = None,
         block_size: int = 16,
         layout: str | CacheLayout = "NHD",
         v_scale_layout: str = "linear",
@@ -133,17 +133,20 @@ class KvjaxCache(Cache):
             layout=layout,
             v_scale_layout=v_scale_layout,
         )
+        k_scales, v_scales = (
+            _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+        )
         if any(spec.is_mla for spec in specs):
-            given: dict[str, object] = {"v_scale": v_scale, "exact_window": exact_window}
+            given: dict[str, object] = {
+                "v_scale": v_scale if any(scale is not None for scale in v_scales) else None,
+                "exact_window": exact_window,
+            }
             given |= {
                 "key_rotation": tuple(key_rotation) or None,
                 "layout": None if layout in ("NHD", CacheLayout.NHD) else layout,
             }
             for what in [what for what, value in given.items() if value is not None]:
                 raise KVCacheValueError(f"{what}: got {given[what]!r} for a model of latents (MLA), expected none")
-        k_scales, v_scales = (
-            _one_a_layer(what, scale, len(specs)) for what, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-        )
         is_rotated = _rotated_layers(key_rotation, model.layer_indices, specs)
         self.block_tables: dict[int | None, BlockTable] = {None: BlockTable(num_blocks, block_size)}
         if num_window_blocks is None:
@@ -253,16 +256,17 @@ def _check_layers(config: PreTrainedConfig) -> None:
             )
 
 
-def _one_a_layer(what: str, scale: Scale | Sequence[Scale] | None, num_layers: int) -> list[torch.Tensor | None]:
+def _one_a_layer(what: str, scale: Scale | Sequence[Scale | None] | None, num_layers: int) -> list[torch.Tensor | None]:
     if scale is None:
         return [None] * num_layers
     scales = list(scale) if isinstance(scale, (list, tuple)) else [scale] * num_layers
     if len(scales) != num_layers:
         raise KVCacheValueError(f"{what}: got {len(scales)} scales, expected one for each of {num_layers} layers")
     for one in scales:
-        if not isinstance(one, torch.Tensor):
+        if one is not None and not isinstance(one, torch.Tensor):
             check_scale(what, one)
-    tensors = [torch.as_tensor(one, dtype=torch.float32) for one in scales]
+    tensors = [None if one is None else torch.as_tensor(one, dtype=torch.float32) for one in scales]
     for tensor in tensors:
-        check_scale_values({what: tensor})
-    return list(tensors)
+        if tensor is not None:
+            check_scale_values({what: tensor})
+    return tensors
