@@ -185,7 +185,7 @@ class Report:
             self.save(Path(JSON.value))
 
     def save(self, path: Path) -> None:
-        """Writes a JSON file."""
+        """Writes a JSON file with a line for each measurement, so that it can be searched and compared by line."""
         written = {
             "schema": SCHEMA,
             "program": self.program,
@@ -194,7 +194,7 @@ class Report:
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
             **({"checks": self.checks} if self.checks else {}),
         }
-        path.write_text(json.dumps(plain(written)) + "\n")
+        path.write_text(json.dumps(plain(written)).replace('{"operation": ', '\n{"operation": ') + "\n")
         self._saved = time.monotonic()
 
 

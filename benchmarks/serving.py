@@ -182,14 +182,14 @@ def mesh() -> Mesh | None:
     return jax.make_mesh((DEVICES.value,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def whole(*axes: str | None) -> NamedSharding | None:
-    """Where tokens are, on every device, or arrays that `axes` divide; None on one device."""
+def placed(*axes: str | None) -> NamedSharding | None:
+    """Where arrays are that `axes` divide, without axes on every device; None on one device."""
     return None if (devices := mesh()) is None else NamedSharding(devices, P(*axes))
 
 
 def by_heads() -> NamedSharding | None:
     """Where pages are, divided by heads; None on one device."""
-    return whole(None, None, None, AXIS)
+    return placed(None, None, None, AXIS)
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def implementation() -> str | None:
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole())
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed())
 
 
 def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False) -> kvjax.StepMetadata:
@@ -317,7 +317,7 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
         caches = llama.with_exact_windows(caches, number, job.exact_window)
         windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
     sizes: dict[str, Any] = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number}
-    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=whole())
+    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=placed())
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -349,7 +349,7 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
     assert run.last is not None
-    tokens, step = jax.device_put(run.last, whole())
+    tokens, step = jax.device_put(run.last, placed())
     in_a_row, _ = steps_in_a_row(functools.partial(run.programs[1], run.weights), tokens, step, engine.caches)
     seconds = {"device_ns": in_a_row.seconds, "host_ns": float(host)}
     facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
@@ -366,7 +366,7 @@ def steps_in_a_row(run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadat
     Raises:
       AssertionError: If a cache has moved.
     """
-    following, where = jnp.zeros(len(tokens), jnp.int32, device=whole()), workload.pointers(caches)
+    following, where = jnp.zeros(len(tokens), jnp.int32, device=placed()), workload.pointers(caches)
 
     def call(_: int) -> jax.Array:
         nonlocal following, caches
@@ -435,7 +435,7 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Tim
     pool = kvjax.BlockPool(of.same * max_blocks, BLOCK_SIZE)
     caches = filled_caches(of, dtype, pool.num_blocks)
     sizes: dict[str, Any] = {"num_seqs": [of.same], "max_blocks": max_blocks, "chunk": of.chunk}
-    engine = Engine(run, caches, pool, **sizes, sharding=whole())
+    engine = Engine(run, caches, pool, **sizes, sharding=placed())
     ids = np.random.default_rng(6).integers(of.config.vocab_size, size=(2 * of.same, of.prompt_len))
     for prompt in ids:
         engine.submit(prompt.tolist(), of.num_new_tokens)

@@ -334,7 +334,8 @@ def test_a_file_and_the_table_have_what_was_measured(results, tmp_path):
     results.measurements.append(Measurement("fake", {"dtype": FP8, "size": 8}, "a|b", times))
     results.skip("FlashInfer", "not importable")
     results.save(tmp_path / "file.json")
-    written = json.loads((tmp_path / "file.json").read_text())
+    written = json.loads(text := (tmp_path / "file.json").read_text())
+    assert [line.count('"operation": ') for line in text.splitlines()] == [0, 1, 1, 1]
     known = {"operation": "fake", "dtype": "nvfp4", "size": 8, "peer": "kvjax", "clock": "wall", "bytes_moved": 10}
     found = {"seconds": 0.002, "samples": [0.001, 0.003, 0.002], "copy_seconds": 0.002, "kernels": [], "more": 1}
     assert written["measurements"][0] == known | found | {"about": ["dtype", "size"]}
