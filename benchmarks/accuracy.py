@@ -149,9 +149,9 @@ def run(
 
 def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Request]:
     """Returns what to measure, by name."""
-    dtypes = output.chosen(DTYPES, kvjax.KVCacheDType, list(MEASURED))
+    dtypes = DTYPES.value or list(MEASURED)
     wanted = {dtype.value: Request(dtype) for dtype in dtypes}
-    windows = output.chosen(WINDOWS, int, (64,))
+    windows = WINDOWS.value or (64,)
     for size in windows:
         wanted[f"{WINDOWED.value}, {size} exact"] = Request(WINDOWED, size)
     for bits in map(float, BITS.value):
@@ -200,7 +200,7 @@ class AccuracyBenchmark(absltest.TestCase):
     def test_divergence(self) -> None:
         model, of = Pretrained.from_gguf(model_file()), texts()
         rows = []
-        for position in output.chosen(POSITIONS, int, (0, 6000)):
+        for position in POSITIONS.value or (0, 6000):
             samples = [run(model, FLOAT32, tokens, position, ())[1] for tokens in of.calibration]
             rows += measure(model, position, of, samples)
         for row in rows:

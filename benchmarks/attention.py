@@ -10,35 +10,28 @@ from absl.testing import absltest
 from benchmarks import compare, output, shapes
 from benchmarks.peers import attends
 from benchmarks.peers.attention_inputs import AttentionJob
-from kvjax import KVCacheDType
 
 ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (default: all of this device)")
 DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *shapes.MIXED))
 PEERS = compare.define_peers(attends.PEERS)
 
 
-def jobs() -> list[AttentionJob]:
-    rows = output.by_device(
-        gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
-    )
-    chosen = output.chosen(ROWS, shapes.ATTENTION_ROWS_BY_NAME.__getitem__, rows)
-    dtypes = output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
-    return [AttentionJob(row, dtype) for row, dtype in itertools.product(chosen, dtypes)]
-
-
 class AttentionBenchmark(output.Program):
     def test_rows(self) -> None:
-        wanted = jobs()
+        rows = ROWS.value or output.by_device(
+            gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
+        )
+        jobs = [*itertools.starmap(AttentionJob, itertools.product(rows, DTYPES.value or shapes.TIMED_DTYPES))]
         peers = compare.present(self.results, attends.PEERS, PEERS.value)
         if PEERS.value is None:
             if output.SMOKE.value:
                 for peer in attends.BUILT:
                     self.results.skip(peer.name, "takes minutes to build")
                 peers = [peer for peer in peers if peer not in attends.BUILT]
-            first = wanted[0].row  # one row suffices for kvjax in XLA, which is ten times slower
-            once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is first)
+            # One row suffices for kvjax in XLA, which is ten times slower.
+            once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is rows[0])
             peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
-        attends.measure(self, "attention", wanted, peers)
+        attends.measure(self, "attention", jobs, peers)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import ahead, compare, output, shapes, timing, workload
+from benchmarks import compare, copies, output, shapes, timing, workload
 from benchmarks.measurement import Measurement
-from benchmarks.peers import copy, in_jax, in_torch, writes
-from benchmarks.peers.in_torch import has_gpu, seconds_in_a_row, wait
+from benchmarks.peers import in_torch, writes
+from benchmarks.peers.in_torch import has_gpu, wait
 from benchmarks.peers.peer import why_not_importable
 from benchmarks.timing import Clock, Timing
 from benchmarks.workload import WriteJob
@@ -48,7 +50,6 @@ GRAPH_WRITES, GRAPH_TOKENS, REPLAYS_IN_A_ROW = 32, (64, 2_048), 10
 A_WHILE = 20_000_000  # GPU cycles to sleep, about 10 ms, so that calls queue up without blocking the host
 
 SYNCHRONIZED = "called a synchronizing CUDA operation"  # part of torch's warning
-SCALES = (0.037, 0.052)
 
 Call = Callable[[], Any]
 type WriteArguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -59,7 +60,7 @@ def device() -> str:
 
 
 def scale_tensors() -> list[torch.Tensor]:
-    return [torch.tensor(scale, device=device()) for scale in SCALES]
+    return [torch.tensor(scale, device=device()) for scale in workload.SCALES]
 
 
 def new_write(case: shapes.Case, dtype: KVCacheDType) -> WriteArguments:
@@ -100,15 +101,17 @@ def time_first_call(name: str, case: shapes.Case, dtype: KVCacheDType, call: Cal
 
 
 def eager_calls() -> dict[str, Call]:
-    """Returns the calls whose host time is measured: first an equal `index_copy_`, last the write in JAX."""
+    """Returns the calls whose host time is measured: a write, an equal `index_copy_`, and the write in JAX."""
     key, *_, slots = arguments = new_write(CASE, EAGER_DTYPE)
     dense = key.new_zeros((EAGER_BLOCKS * shapes.BLOCK_SIZE, CASE.num_kv_heads * CASE.head_size))
     write = functools.partial(kvjax_torch.reshape_and_cache_flash, *arguments, EAGER_DTYPE.value)
+    tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
+    jitted = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
     return {
         "torch index_copy_": functools.partial(dense.index_copy_, 0, slots, key.flatten(1)),
         "kvjax_torch, scales as tensors": functools.partial(write, *scale_tensors()),
-        "kvjax_torch, scales as floats": functools.partial(write, *SCALES),
-        "kvjax under jit": jitted_write(),
+        "kvjax_torch, scales as floats": functools.partial(write, *workload.SCALES),
+        "kvjax under jit": functools.partial(jitted, 0),
     }
 
 
@@ -135,22 +138,6 @@ def attention_calls() -> dict[str, Call]:
         "ragged_paged_attention": ragged,
         "ragged_paged_attention, out=": functools.partial(ragged, out=out),
     }
-
-
-def time_attention_calls(calls: Mapping[str, Call]) -> list[Measurement]:
-    subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
-    times = host_times(calls)
-    return [
-        Measurement("bridge host attention", subject, name, times[name], facts={"waits": host_waits(call)})
-        for name, call in calls.items()
-    ]
-
-
-def jitted_write() -> Call:
-    """Returns the same write from JAX, with a donated cache."""
-    tokens = workload.Tokens(CASE, DECODE_TOKENS, num_blocks=EAGER_BLOCKS, rotation_bytes=0)
-    write = workload.Write(tokens.poisoned(CASE.spec(EAGER_DTYPE)), tokens.batches(DECODE_TOKENS), None)
-    return functools.partial(write, 0)
 
 
 def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
@@ -189,81 +176,44 @@ def host_waits(call: Call) -> bool | None:
     return waited
 
 
-def time_eager_calls(calls: Mapping[str, Call]) -> list[Measurement]:
-    """Times calls. The first must be `index_copy_`, the baseline of the others."""
-    times = host_times(calls)
-    index_copy, *_ = times.values()
-    subject = WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
-    found = []
-    for name, call in calls.items():
-        facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy.seconds}
-        found.append(Measurement("bridge host", subject, name, times[name], facts=facts))
-    return found
-
-
 def time_writes_replayed(dtype: KVCacheDType, num_tokens: int) -> Timing:
-    """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens."""
+    """Records, times and checks a graph of `GRAPH_WRITES` writes of different tokens.
+
+    A sample is the GPU time of a replay by CUDA's events, the mean of `REPLAYS_IN_A_ROW`.
+    """
     spec = CASE.spec(dtype)
     tokens = workload.Tokens(CASE, GRAPH_WRITES * num_tokens)
     cache = tokens.poisoned(spec)
     calls = in_torch.kvjax_writes(cache, tokens.batches(num_tokens)[:GRAPH_WRITES])
-    times = event_times(recorded(calls).replay)
-    wait()
-    workload.check_same_bits(cache.kv, tokens.expected(spec, len(calls) * num_tokens).kv)
-    return times
-
-
-def recorded(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-    """Records calls in a CUDA graph on the current stream.
-
-    Runs the first call beforehand, because compilation and module loading cannot be captured.
-    """
-    calls[0]()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    calls[0]()  # compiles and loads a module, which cannot be captured
+    graph, samples = torch.cuda.CUDAGraph(), []
     # JAX's threads may query events meanwhile, which would fail a global capture.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for call in calls:
             call()
-    return graph
+    for _ in range(timing.LIMITS.min_calls):
+        torch.cuda._sleep(A_WHILE)  # until all replays are queued
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(REPLAYS_IN_A_ROW):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3 / REPLAYS_IN_A_ROW)
+    wait()
+    workload.check_same_bits(cache.kv, tokens.expected(spec, len(calls) * num_tokens).kv)
+    return Timing(tuple(samples), Clock.EVENTS)
 
 
 def _begin(is_smoke: bool) -> None:
     """Initializes a process that uses a single torch stream."""
-    # JAX in the parent process may have preallocated 75% of the GPU memory.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if is_smoke:
         output.shorten()
     torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def event_times(call: Call) -> Timing:
-    """Measures GPU time per call; each sample is the mean of back-to-back calls."""
-    samples = []
-    for _ in range(timing.LIMITS.min_calls):
-        torch.cuda._sleep(A_WHILE)  # until all calls are queued
-        samples.append(seconds_in_a_row(call, REPLAYS_IN_A_ROW))
-    return Timing(tuple(samples), Clock.EVENTS)
-
-
 class TorchBenchmark(output.Program):
     """Runs compilations first, and CUPTI last, because it stays attached and slows down every launch."""
-
-    replays: ClassVar[list[tuple[WriteJob, Timing]]] = []
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        """Adds replays, now that the times of their kernels are known."""
-        kernels = {
-            (m.dtype, m.subject["num_tokens"]): m.seconds
-            for m in cls.results.measurements
-            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
-        }
-        for job, times in cls.replays:
-            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
-            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copy.measure(moved), facts)
-            cls.results.add(replay)
-        super().tearDownClass()
 
     def test_compilations(self) -> None:
         timed = [(FIRST_CASE, KVCacheDType.BFLOAT16), *((CASE, dtype) for dtype in shapes.TIMED_DTYPES)]
@@ -276,30 +226,53 @@ class TorchBenchmark(output.Program):
                     self.results.add(time_first_call(name, case, dtype, call))
 
     def test_eager_calls(self) -> None:
-        for each in time_eager_calls(eager_calls()):
-            self.results.add(each)
+        calls = eager_calls()
+        times, subject = host_times(calls), WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
+        index_copy = times["torch index_copy_"].seconds
+        for name, call in calls.items():
+            facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy}
+            self.results.add(Measurement("bridge host", subject, name, times[name], facts=facts))
 
     def test_eager_attention(self) -> None:
-        for each in time_attention_calls(attention_calls()):
-            self.results.add(each)
+        calls = attention_calls()
+        times = host_times(calls)
+        subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
+        for name, call in calls.items():
+            facts = {"waits": host_waits(call)}
+            self.results.add(Measurement("bridge host attention", subject, name, times[name], facts=facts))
 
-    def test_graphs(self) -> None:
+    def test_graphs_and_kernels(self) -> None:
+        replays = self.replayed()
+        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
+        counts = NUM_TOKENS.value or default
+        jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
+        peers = compare.present(self.results, [in_torch.KVJAX, writes.KVJAX], None)
+        writes.measure(self, "bridge kernel", jobs, peers)
+        kernels = {
+            (m.dtype, m.subject["num_tokens"]): m.seconds
+            for m in self.results.measurements
+            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
+        }
+        for job, times in replays:
+            subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
+            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
+            replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copies.measure(moved), facts)
+            self.results.add(replay)
+
+    def replayed(self) -> list[tuple[WriteJob, Timing]]:
+        """Times graphs of writes, each in a process of its own."""
+        found: list[tuple[WriteJob, Timing]] = []
         if not has_gpu():
             self.results.skip("CUDA graphs", "need an NVIDIA GPU")
-            return
+            return found
         counts = (min(GRAPH_TOKENS),) if output.SMOKE.value else GRAPH_TOKENS
         begin = functools.partial(_begin, output.SMOKE.value)
         for num_tokens, dtype in itertools.product(counts, shapes.TIMED_DTYPES):
             with self.subTest(dtype=dtype.value, num_tokens=num_tokens):
-                times = ahead.in_new_process(time_writes_replayed, dtype, num_tokens, begin=begin)
-                self.replays.append((WriteJob(CASE, dtype, num_tokens), times))
-
-    def test_kernels(self) -> None:
-        default = output.by_device(gpu=(1, 64, 256, 2_048, 16_384, 65_536), host=(1, 64), smoke=(8,))
-        counts = output.chosen(NUM_TOKENS, int, default)
-        jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
-        peers = compare.present(self.results, [in_torch.KVJAX, in_jax.KVJAX], None)
-        writes.measure(self, "bridge kernel", jobs, peers)
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), begin) as process:
+                    times = process.submit(time_writes_replayed, dtype, num_tokens).result()
+                found.append((WriteJob(CASE, dtype, num_tokens), times))
+        return found
 
 
 if __name__ == "__main__":

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from absl import flags
 
 from benchmarks import output, timing
+from benchmarks.copies import measure as measure_copy
 from benchmarks.measurement import Measurement, known
-from benchmarks.peers import copy
 from benchmarks.peers.peer import Peer
+
+flags.disclaim_key_flags()  # `define_peers` is called by programs, whose flag it is
 
 
 def define_peers(of: Sequence[Peer[Any, Any]]) -> flags.FlagHolder[list[str] | None]:
-    return output.define_some("peers", [peer.name for peer in of], "who is timed (default: all that are available)")
+    names = {peer.name: peer.name for peer in of}
+    return output.define_some("peers", names, "who is timed (default: all that are available)")
 
 
 def present[J, Inputs](
@@ -66,32 +67,13 @@ def compare_all[J: Job, Inputs](
         subject, inputs = known(job.subject), None  # frees the previous job's inputs before new ones are made
         what = f"{operation}: {', '.join(map(str, subject.values()))}"
         with test.subTest(**subject):
-            inputs = test.results.fitting(what, functools.partial(make_inputs, job))
-            if inputs is not None:
-                _compare(test.results, operation, job, what, serving, inputs, copies)
-
-
-def _compare(
-    results: output.Report,
-    operation: str,
-    job: Job,
-    what: str,
-    peers: Sequence[Peer[Any, Any]],
-    inputs: Any,
-    copies: bool,
-) -> None:
-    failure: Exception | None = None
-    for peer in peers:
-        try:
-            results.add(_measured(operation, job, peer, inputs, copies))
-        except Exception as error:  # a failing peer must not stop the others
-            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
-            results.skip(f"{peer.name} ({what})", f"{kind}: {error}")
-            if peer.own and not output.is_exhausted(error):
-                error.add_note(traceback.format_exc())
-                failure = failure or error.with_traceback(None)  # its frames would keep caches alive
-    if failure:
-        raise failure
+            inputs = test.results.attempt(what, make_inputs, job, own=True)
+            for peer in serving if inputs is not None else ():
+                with test.subTest(peer=peer.name):
+                    one = f"{peer.name} ({what})"
+                    found = test.results.attempt(one, _measured, operation, job, peer, inputs, copies, own=peer.own)
+                    if found:
+                        test.results.add(found)
 
 
 def _measured(operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copies: bool) -> Measurement:
@@ -100,5 +82,5 @@ def _measured(operation: str, job: Job, peer: Peer[Any, Any], inputs: Any, copie
     run.wait(first)
     facts = {**run.facts, **(run.check(first) or {})}
     timed = timing.measure(run.call, wait=run.wait)
-    copied = copy.measure(job.bytes_moved) if copies else None
+    copied = measure_copy(job.bytes_moved) if copies else None
     return Measurement(operation, job.subject, peer.name, timed, job.bytes_moved, copied, facts)

@@ -148,8 +148,7 @@ WRITE_PEERS: tuple[WindowPeer, ...] = (
 
 def jobs() -> list[AttentionJob]:
     default: tuple[AttentionRow, ...] = output.by_device(gpu=(*DECODES, *PROMPTS), host=SMOKE, smoke=SMOKE)
-    rows = output.chosen(ROWS, ROWS_BY_NAME.__getitem__, default)
-    dtypes = output.chosen(DTYPES, KVCacheDType, [KVCacheDType.NVFP4])
+    rows, dtypes = ROWS.value or default, DTYPES.value or [KVCacheDType.NVFP4]
     return [AttentionJob(row, dtype) for row, dtype in itertools.product(rows, dtypes)]
 
 

@@ -139,10 +139,10 @@ class MLAAttentionBenchmark(output.Program):
             compare.compare_all(self, "mla prompts", some, peers, _prompt_arrays)
 
     def test_rows(self) -> None:
-        heads = output.chosen(HEADS, int, output.by_device(gpu=(16, 64, 128), host=(16,), smoke=(2,)))
-        q_lens = output.chosen(Q_LENS, int, (1,))
+        heads = HEADS.value or output.by_device(gpu=(16, 64, 128), host=(16,), smoke=(2,))
+        q_lens = Q_LENS.value or (1,)
         size = output.by_device(gpu=(64, 8_192), host=(2, 512), smoke=(2, 100))
-        dtypes = output.chosen(DTYPES, KVCacheDType, kvjax.MLA_KV_CACHE_DTYPES[1:])
+        dtypes = DTYPES.value or kvjax.MLA_KV_CACHE_DTYPES[1:]
         jobs = [MLAJob(*each, *size) for each in itertools.product(dtypes, heads, q_lens)]
         chosen = output.IMPLEMENTATION.value
         peers = [Peer[MLAJob, MLAInputs]("kvjax", functools.partial(_prepare, implementation=chosen), own=True)]

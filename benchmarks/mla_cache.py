@@ -15,8 +15,7 @@ from absl.testing import absltest
 import kvjax
 from benchmarks import compare, output, workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
 BLOCK_SIZE, RANK, ROPE = 64, 512, 64
@@ -191,8 +190,8 @@ PEERS = compare.define_peers(WRITES)
 
 class LatentsBenchmark(output.Program):
     def _measure(self, operation: str, peers: Any) -> None:
-        counts = output.chosen(NUM_TOKENS, int, output.by_device(gpu=(64, 4_096, 65_536), host=(64, 1_024), smoke=(8,)))
-        dtypes = output.chosen(DTYPES, KVCacheDType, kvjax.MLA_KV_CACHE_DTYPES[2:])
+        counts = NUM_TOKENS.value or output.by_device(gpu=(64, 4_096, 65_536), host=(64, 1_024), smoke=(8,))
+        dtypes = DTYPES.value or kvjax.MLA_KV_CACHE_DTYPES[2:]
         jobs = [LatentsJob(*each) for each in itertools.product(dtypes, counts)]
         compare.compare_all(self, operation, jobs, compare.present(self.results, peers, PEERS.value), LatentsInputs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -13,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,8 +35,8 @@ MARKDOWN = flags.DEFINE_string("markdown", None, "also write the tables to this 
 COMMIT = flags.DEFINE_string("commit", None, "the commit to name, where there is no git to ask")
 
 ROOT = Path(__file__).parents[1]
-LOADED = {"jax": "jax", "jaxlib": "jaxlib", "torch": "torch", "vllm": "vllm", "flashinfer": "flashinfer-python"}
-"""Modules whose versions the environment reports if they are loaded, mapped to their distributions."""
+LOADED = ("jax", "jaxlib", "torch", "vllm", "flashinfer")
+"""Modules whose versions the environment reports if they are loaded."""
 
 VERDICTS = {True: "holds", False: "FAILED", None: "not tried"}
 
@@ -54,33 +54,36 @@ def shorten() -> None:
     workload.shrink()
 
 
-def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[str] | None]:
+class _Words[Value](flags.ArgumentParser[list[Value]]):
+    """Parses words with commas between them to the values that `make` returns, `None` for a wrong word."""
+
+    def __init__(self, make: Callable[[str], Value | None], expected: str) -> None:
+        super().__init__()
+        self.make, self.expected = make, expected
+
+    def parse(self, argument: str) -> list[Value]:
+        words = flags.ListParser().parse(argument)
+        values = [value for word in words if (value := self.make(word)) is not None]
+        if not values or len(values) < len(words):
+            raise ValueError(self.expected)
+        return values
+
+
+def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[int] | None]:
     expected = f"expected numbers of at least {least} with commas between them"
-    return _define_list(name, text, lambda word: word.isdecimal() and int(word) >= least, expected)
+    words = _Words(lambda word: int(word) if word.isdecimal() and int(word) >= least else None, expected)
+    return flags.DEFINE(words, name, None, text)
 
 
-def define_some(name: str, of: Iterable[str], text: str) -> flags.FlagHolder[list[str] | None]:
-    accepted = [*of]
-    return _define_list(name, text, accepted.__contains__, f"expected some of {accepted}")
+def define_some[Value](name: str, of: Mapping[str, Value], text: str) -> flags.FlagHolder[list[Value] | None]:
+    return flags.DEFINE(_Words(of.get, f"expected some of {[*of]}"), name, None, text)
 
 
-def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[str] | None]:
-    return define_some("dtypes", [dtype.value for dtype in of], "dtypes of the caches")
+def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[KVCacheDType] | None]:
+    return define_some("dtypes", {dtype.value: dtype for dtype in of}, "dtypes of the caches")
 
 
-def _define_list(
-    name: str, text: str, is_right: Callable[[str], bool], expected: str
-) -> flags.FlagHolder[list[str] | None]:
-    holder = flags.DEFINE_list(name, None, text)
-    flags.register_validator(name, lambda given: given is None or (given and all(map(is_right, given))), expected)
-    return holder
-
-
-def chosen[Value](
-    flag: flags.FlagHolder[list[str] | None], make: Callable[[str], Value], default: Sequence[Value]
-) -> Sequence[Value]:
-    """Returns the flag's values converted by `make`, or `default` if the flag is not set."""
-    return [*map(make, flag.value)] if flag.value else default
+flags.disclaim_key_flags()  # so that --help lists what is defined here as the program's
 
 
 def environment(program: str) -> dict[str, str]:
@@ -91,18 +94,11 @@ def environment(program: str) -> dict[str, str]:
         "device": jax.devices()[0].device_kind if is_gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "driver": [*(_said(query) or "").split(), "unknown"][0] if is_gpu else "none",
         "python": platform.python_version(),
-        **{module: _version(name) for module, name in LOADED.items() if module in sys.modules},
+        **{name: getattr(sys.modules[name], "__version__", "unknown") for name in LOADED if name in sys.modules},
         "commit": COMMIT.value or commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": shlex.join(["python", "-m", program, *arguments]),
     }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def commit() -> str:
@@ -153,14 +149,21 @@ class Report:
         self.checks.append({"what": what, "holds": holds, "text": text})
         say(f"{VERDICTS[holds]} {what}: {text}")
 
-    def fitting[Value](self, what: str, make: Callable[[], Value]) -> Value | None:
-        """Returns the result of `make`, or `None` if memory is too small, and then lists `what` as skipped."""
+    def attempt[Value](self, what: str, make: Callable[..., Value], *args: Any, own: bool) -> Value | None:
+        """Returns `make(*args)`, or `None` if it fails, and then lists `what` as skipped.
+
+        Raises:
+          Exception: That of `make` if it is kvjax's (`own`) and not a lack of memory.
+        """
         try:
-            return make()
+            return make(*args)
         except Exception as error:
-            if not is_exhausted(error):
-                raise
-            self.skip(what, f"too little memory: {error}")
+            is_memory = is_exhausted(error)
+            kind = "wrong" if isinstance(error, AssertionError) else type(error).__name__
+            self.skip(what, f"{'too little memory' if is_memory else kind}: {error}")
+            if own and not is_memory:
+                error.add_note(traceback.format_exc())
+                raise error.with_traceback(None) from None  # its frames would keep caches alive
         return None
 
     def finish(self) -> None:
@@ -169,12 +172,11 @@ class Report:
         facts = ", ".join(f"{name} {text}" for name, text in where.items() if name not in ("device", "command"))
         parts = [f"`{where['command']}` on {where['device']}: {facts}."]
         parts += tables.of_operations(self.measurements)
-        if self.checks:
-            lines = [f"- {VERDICTS[each['holds']]}: {each['what']}: {each['text']}" for each in self.checks]
-            parts.append("\n".join(["Checks:", "", *lines]))
-        if self.skipped:
-            lines = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
-            parts.append("\n".join(["Skipped:", "", *lines]))
+        checks = [f"- {VERDICTS[each['holds']]}: {each['what']}: {each['text']}" for each in self.checks]
+        skipped = [f"- {what}: {first_line(reason)}" for what, reason in self.skipped.items()]
+        parts += [
+            "\n".join([head, "", *lines]) for head, lines in (("Checks:", checks), ("Skipped:", skipped)) if lines
+        ]
         text = "\n\n".join(parts)
         print(f"\n{text}", flush=True)
         if MARKDOWN.value:
@@ -183,19 +185,16 @@ class Report:
             self.save(Path(JSON.value))
 
     def save(self, path: Path) -> None:
-        """Writes a JSON file with one line per measurement."""
-        lists = {
+        """Writes a JSON file with a line for each measurement, so that it can be searched and compared by line."""
+        written = {
+            "schema": SCHEMA,
+            "program": self.program,
+            "environment": {**environment(self.program), **self.facts},
             "measurements": [each.record() for each in self.measurements],
             "skipped": [{"what": what, "reason": reason} for what, reason in self.skipped.items()],
             **({"checks": self.checks} if self.checks else {}),
         }
-        where = {**environment(self.program), **self.facts}
-        head = {"schema": SCHEMA, "program": self.program, "environment": where}
-        parts = [f' "{name}": {json.dumps(plain(value))}' for name, value in head.items()]
-        for name, entries in lists.items():
-            lines = ",\n".join(f"  {json.dumps(plain(entry))}" for entry in entries)
-            parts.append(f' "{name}": [\n{lines}\n ]')
-        path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+        path.write_text(json.dumps(plain(written)).replace('{"operation": ', '\n{"operation": ') + "\n")
         self._saved = time.monotonic()
 
 

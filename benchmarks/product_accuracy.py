@@ -175,7 +175,7 @@ def samples() -> tuple[list[list[Layer]], list[list[Layer]]]:
 
 def measured() -> Iterator[tuple[str, kvjax.KVCacheDType, list[Errors]]]:
     """Yields what was measured, of which dtype, and the errors of each layer."""
-    dtypes = output.chosen(accuracy.DTYPES, kvjax.KVCacheDType, MEASURED)
+    dtypes = accuracy.DTYPES.value or MEASURED
     for name, factor in (("random", 1), ("random, queries times 4", 4)):
         for dtype in dtypes:
             yield name, dtype, [errors(random_layer(factor), dtype)]

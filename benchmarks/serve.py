@@ -9,7 +9,6 @@ import concurrent.futures
 import functools
 import gc
 import itertools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from absl.testing import absltest
 
 from benchmarks import output, serving, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement, plain
-from benchmarks.peers import read, serves_dense, serves_torch
+from benchmarks.peers import in_torch, read, serves_dense, serves_torch
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from kvjax import KVCacheDType
@@ -33,14 +32,14 @@ ROWS = output.define_some(
 WINDOWS = output.define_numbers(
     "exact_windows", "tokens that stay exact beside quantized caches, in further rows (default: none)", least=1
 )
-PEERS = output.define_some("peers", PEER_NAMES, "who serves (default: all but transformers)")
+PEERS = output.define_some("peers", {name: name for name in PEER_NAMES}, "who serves (default: all but transformers)")
 READ_BYTES = 1 << 30
 type Served = tuple[Timing, Mapping[str, Any]]
 
 
 class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
-        of, rows = serving.scenario(), output.chosen(ROWS, serving.ROWS.__getitem__, [*serving.ROWS.values()])
+        of, rows = serving.scenario(), ROWS.value or [*serving.ROWS.values()]
         wanted = serving.jobs(of, dtypes(), rows)
         if serving.DEVICES.value > 1:
             for name, got in (("exact_windows", WINDOWS.value), ("peers", PEERS.value)):
@@ -53,7 +52,7 @@ class ServeBenchmark(output.Program):
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
         windowed = {
             f"{OWN}, {size} exact": serving.jobs(of, [each for each in dtypes() if each.is_quantized], rows, size)
-            for size in (output.chosen(WINDOWS, int, []) if own else [])
+            for size in ((WINDOWS.value or []) if own else [])
         }
         compile_ahead(of, [*own, *itertools.chain.from_iterable(windowed.values())], dense)
         rate = reading_rate()
@@ -65,15 +64,15 @@ class ServeBenchmark(output.Program):
         for name in serves_torch.NAMES:
             if name not in peers:
                 continue
-            if reason := serves_torch.why_missing():
+            if reason := in_torch.why_missing("transformers", "kvjax_torch.transformers_cache"):
                 self.results.skip(name, reason, asked_for=True)
                 continue
-            in_torch = [job for job in wanted if serves_torch.serves(name, job)]
-            self.measure(name, in_torch, rate, functools.partial(serves_torch.serve, name))
+            served = [job for job in wanted if serves_torch.serves(name, job)]
+            self.measure(name, served, rate, functools.partial(serves_torch.serve, name))
         serves_torch.free()
 
     def test_2_requests_with_prompts(self) -> None:
-        if (ROWS.value is not None and "prompts" not in ROWS.value) or OWN not in (PEERS.value or PEER_NAMES):
+        if serving.PROMPTS not in (ROWS.value or serving.ROWS.values()) or OWN not in (PEERS.value or PEER_NAMES):
             return
         of = serving.scenario()
         for dtype in dtypes():
@@ -95,15 +94,8 @@ class ServeBenchmark(output.Program):
             gc.collect()  # frees the caches of the previous job
             what = f"{name} ({job.dtype.value}, {job.num_seqs})"
             with self.subTest(**plain(job.subject)):
-                try:
-                    found = self.results.fitting(what, functools.partial(serve, job))
-                except Exception as error:
-                    if not name.startswith(OWN) and name not in serves_torch.OWN_NAMES:
-                        self.results.skip(what, f"{type(error).__name__}: {error}")
-                        continue
-                    error.add_note(traceback.format_exc())
-                    raise error.with_traceback(None) from None  # its frames would keep caches alive
-                if found:
+                is_own = name.startswith(OWN) or name in serves_torch.OWN_NAMES
+                if found := self.results.attempt(what, serve, job, own=is_own):
                     times, facts = found
                     known = {"rows": job.rows, "tokens_a_second": round(job.num_seqs / times.seconds), **facts}
                     known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}
@@ -111,14 +103,14 @@ class ServeBenchmark(output.Program):
 
 
 def dtypes() -> Sequence[KVCacheDType]:
-    return output.chosen(DTYPES, KVCacheDType, shapes.TIMED_DTYPES)
+    return DTYPES.value or shapes.TIMED_DTYPES
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
     """Compiles all steps in parallel and waits, because threads that lower programs hold the GIL."""
     programs = [serving.program(job, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
-    if own and (ROWS.value is None or "prompts" in ROWS.value):
+    if own and serving.PROMPTS in (ROWS.value or serving.ROWS.values()):
         programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype).values()]
     concurrent.futures.wait(programs)
 

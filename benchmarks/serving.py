@@ -182,14 +182,14 @@ def mesh() -> Mesh | None:
     return jax.make_mesh((DEVICES.value,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
+def placed(*axes: str | None) -> NamedSharding | None:
+    """Where arrays are that `axes` divide, without axes on every device; None on one device."""
+    return None if (devices := mesh()) is None else NamedSharding(devices, P(*axes))
+
+
 def by_heads() -> NamedSharding | None:
     """Where pages are, divided by heads; None on one device."""
-    return None if (devices := mesh()) is None else NamedSharding(devices, P(None, None, None, AXIS))
-
-
-def whole() -> NamedSharding | None:
-    """Where tokens are, on every device; None on one."""
-    return None if (devices := mesh()) is None else NamedSharding(devices, P())
+    return placed(None, None, None, AXIS)
 
 
 @functools.cache
@@ -224,16 +224,8 @@ def implementation() -> str | None:
     return output.IMPLEMENTATION.value or ("mosaic" if workload.is_gpu() else None)
 
 
-def struct_of(of: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_several(x.sharding)), of)
-
-
-def _several(sharding: Any) -> NamedSharding | None:
-    return None if mesh() is None else sharding
-
-
 def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole())
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed())
 
 
 def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False) -> kvjax.StepMetadata:
@@ -242,22 +234,12 @@ def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows:
     return kvjax.StepMetadata(**{name: ints(*shape) for name, shape in shapes.items()})
 
 
-def cache_struct(spec: AttentionSpec, num_blocks: int) -> Any:
-    """A cache as `filled_caches` makes it, to lower programs with."""
-    if mesh() is None:
-        return workload.cache_struct(spec, num_blocks)
-    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, sharding=by_heads()))
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), cache, cache.shardings
-    )
-
-
 @functools.cache
 def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
     of, num_seqs = job.of, job.num_seqs
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
-    cache: Any = cache_struct(job.spec, num_seqs * max_blocks)
+    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks, by_heads())
     if job.exact_window:
         window = functools.partial(kvjax.ExactWindow.allocate, job.spec, num_seqs, job.exact_window)
         cache = llama.Windowed(cache, jax.eval_shape(window))
@@ -266,7 +248,7 @@ def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     caches = (cache,) * of.config.num_hidden_layers
     run = functools.partial(llama.greedy_step, **own_part(of.config), **options)
     jitted = jax.jit(divided(run, of.config, caches, P()), donate_argnums=4)
-    return compiling(jitted, struct_of(params(of)), ints(num_tokens), ints(num_seqs), step, caches)
+    return compiling(jitted, params(of), ints(num_tokens), ints(num_seqs), step, caches)
 
 
 def own_part(config: ModelConfig) -> dict[str, Any]:
@@ -308,19 +290,8 @@ def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[K
     ]
     if (sharding := by_heads()) is None:
         return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
-    like = cache_struct(spec, num_blocks).kv
-    shape = like.sharding.shard_shape(like.shape)
-    copies = [jax.device_put(pages.kv, device) for device in sharding.mesh.devices.flat]
-    return tuple(
-        KVCache(
-            jax.make_array_from_single_device_arrays(
-                like.shape, like.sharding, [take_pages(copy, source).reshape(shape) for copy in copies]
-            ),
-            spec,
-            sharding,
-        )
-        for source in sources
-    )
+    taken = (take_pages(pages.kv, source) for source in sources)
+    return tuple(KVCache(workload.on_each_device(kv, sharding), spec, sharding) for kv in taken)
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
@@ -345,13 +316,8 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     if job.exact_window:
         caches = llama.with_exact_windows(caches, number, job.exact_window)
         windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
-    sizes: dict[str, Any] = {
-        "num_seqs": [number],
-        "max_blocks": job.blocks_a_seq,
-        "chunk": number,
-        "max_prompts": number,
-    }
-    engine = TimedEngine(run, caches, pool, **sizes, windows=windows, sharding=whole())
+    sizes: dict[str, Any] = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number}
+    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=placed())
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -382,25 +348,35 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     # The last call launches no step.
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
-    seconds = {"device_ns": steps_in_a_row(run, engine).seconds, "host_ns": float(host)}
-    facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
-    return Timing(tuple(map(float, steps)), Clock.HOST), {
-        **facts, "temporary_bytes": workload.temporary_bytes(run.programs[1])
-    }  # fmt: skip
-
-
-def steps_in_a_row(run: Running, engine: Engine) -> Timing:
-    """Times the last step of an engine. It is repeatable, because it always writes the same slots."""
     assert run.last is not None
-    tokens, step = jax.device_put(run.last, whole())
-    following = jnp.zeros(engine.max_num_seqs, jnp.int32, device=whole())
+    tokens, step = jax.device_put(run.last, placed())
+    in_a_row, _ = steps_in_a_row(functools.partial(run.programs[1], run.weights), tokens, step, engine.caches)
+    seconds = {"device_ns": in_a_row.seconds, "host_ns": float(host)}
+    facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
+    facts["temporary_bytes"] = workload.temporary_bytes(run.programs[1])
+    return Timing(tuple(map(float, steps)), Clock.HOST), facts
+
+
+def steps_in_a_row(run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadata, caches: Any) -> Any:
+    """Times back-to-back steps of a token of each sequence, repeatable because they always write the same slots.
+
+    Returns:
+      The times, and the caches.
+
+    Raises:
+      AssertionError: If a cache has moved.
+    """
+    following, where = jnp.zeros(len(tokens), jnp.int32, device=placed()), workload.pointers(caches)
 
     def call(_: int) -> jax.Array:
-        nonlocal following
-        following, engine.caches = run(tokens, following, step, engine.caches, max_q_len=1)
+        nonlocal following, caches
+        following, caches = run(tokens, following, step, caches)
         return following
 
-    return timing.measure_in_a_row(call, count=16, samples=3)
+    timed = timing.measure_in_a_row(call, count=16, samples=3)
+    if workload.pointers(caches) != where:
+        raise AssertionError("a step was not in place: it returned a cache elsewhere in memory")
+    return timed, caches
 
 
 def check(job: ServeJob) -> float:
@@ -459,7 +435,7 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Tim
     pool = kvjax.BlockPool(of.same * max_blocks, BLOCK_SIZE)
     caches = filled_caches(of, dtype, pool.num_blocks)
     sizes: dict[str, Any] = {"num_seqs": [of.same], "max_blocks": max_blocks, "chunk": of.chunk}
-    engine = Engine(run, caches, pool, **sizes, sharding=whole())
+    engine = Engine(run, caches, pool, **sizes, sharding=placed())
     ids = np.random.default_rng(6).integers(of.config.vocab_size, size=(2 * of.same, of.prompt_len))
     for prompt in ids:
         engine.submit(prompt.tolist(), of.num_new_tokens)

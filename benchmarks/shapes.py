@@ -73,8 +73,7 @@ OTHER_CASES = (
     Case("phi-3-mini-tp4", 8, 96),
     Case("gemma-3-12b", 8, 256),
 )
-CASES = (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_CASES)
-CASES_BY_NAME = {case.name: case for case in CASES}
+CASES_BY_NAME = {case.name: case for case in (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_CASES)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,22 +135,10 @@ class AttentionRow:
         shared, own = np.split(blocks, [self.prefix_blocks])
         return np.concatenate([np.tile(shared, (self.num_seqs, 1)), own.reshape(self.num_seqs, -1)], axis=1)
 
-    def subject(self, dtype: KVCacheDType) -> dict[str, Any]:
-        """Returns the fields that identify this row in tables and files."""
-        sizes = {"num_seqs": self.num_seqs, "seq_len": self.seq_len, "q_len": self.q_len, "window_len": self.window}
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
-        step = {"num_prompts": self.num_prompts, "prefix_len": self.prefix_len or None}
-        case = {"case": self.name, **heads, "dtype": dtype, "layout": self.layout}
-        return {**case, **sizes, **step, "logits_soft_cap": self.logits_soft_cap}
-
     @property
     def options(self) -> dict[str, Any]:
         """Optional arguments of attention calls."""
         return {"sliding_window": self.window, "logits_soft_cap": self.logits_soft_cap}
-
-    def spec(self, dtype: KVCacheDType) -> AttentionSpec:
-        """Returns the cache's spec. It has no window, which is an argument of the call."""
-        return FullAttentionSpec(BLOCK_SIZE, self.num_kv_heads, self.head_size, dtype=dtype, layout=self.layout)
 
 
 ATTENTION_ROWS = (

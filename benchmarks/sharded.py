@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from absl.testing import absltest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import kvjax
 from benchmarks import output, shapes, timing, workload
@@ -26,33 +26,23 @@ from benchmarks.timing import Timing
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, KVCache
 
-DEVICES = flags.DEFINE_integer("devices", None, "how many devices (default: all)", lower_bound=2)
-NUM_TOKENS = output.define_numbers("tokens", "tokens in a write (default: 256 and 16,384; without GPUs, 64)", least=1)
 SEQUENCES, SEQ_BLOCKS = 64, 64  # of a gather: 64 requests of 1,024 tokens
 CASE = shapes.LLAMA_8B  # the shard of each device; N devices have N times its heads
 
 Call = Callable[[int], Any]
 
 
-class OnDevices:
-    """Replicates arrays of one device along their heads to all devices of a mesh."""
+@functools.cache
+def placed(*axes: str | None) -> NamedSharding:
+    """Returns the sharding over all devices of arrays that `axes` divide."""
+    return NamedSharding(Mesh(np.array(jax.devices()), ("tensor",), axis_types=(AxisType.Explicit,)), P(*axes))
 
-    def __init__(self, devices: Sequence[Any]) -> None:
-        self.mesh = Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Explicit,))
 
-    def array(self, x: jax.Array, head_dim: int | None) -> jax.Array:
-        """Returns an array with `x` as every shard along `head_dim`, or replicated if `head_dim` is `None`."""
-        shape = [size * (self.mesh.size if dim == head_dim else 1) for dim, size in enumerate(x.shape)]
-        axes = () if head_dim is None else (*[None] * head_dim, "tensor")
-        parts = [jax.device_put(x, device) for device in self.mesh.devices.flat]
-        sharding = NamedSharding(self.mesh, PartitionSpec(*axes))
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
-
-    def cache(self, cache: KVCache) -> KVCache:
-        """Returns a sharded cache with `cache` as every shard."""
-        spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * self.mesh.size)
-        kv = self.array(cache.kv, 3)
-        return KVCache(kv, spec, NamedSharding(self.mesh, PartitionSpec(None, None, None, "tensor")))
+def on_devices(cache: KVCache) -> KVCache:
+    """Returns a sharded cache with `cache` as every shard."""
+    sharding = placed(None, None, None, "tensor")
+    spec = dataclasses.replace(cache.spec, num_kv_heads=cache.spec.num_kv_heads * jax.device_count())
+    return KVCache(workload.on_each_device(cache.kv, sharding), spec, sharding)
 
 
 def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
@@ -60,16 +50,17 @@ def shares(array: jax.Array, like: jax.Array) -> list[jax.Array]:
     return [jax.device_put(shard.data, like.device) for shard in array.addressable_shards]
 
 
-def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+def writing_calls(job: WriteJob) -> tuple[Call, Call]:
     """Returns equal writes on one device and on several, after checking every byte of the first."""
     tokens = workload.Tokens(job.case, job.num_tokens)
     batches = tokens.batches(job.num_tokens)
-    divided = [workload.Batch(*(several.array(x, 1 if x.ndim == 3 else None) for x in batch)) for batch in batches]
+    by_heads = placed(None, "tensor"), placed(None, "tensor"), placed()
+    divided = [workload.Batch(*map(workload.on_each_device, batch, by_heads)) for batch in batches]
     write = functools.partial(
         kvjax.reshape_and_cache_flash, unique_slots=True, implementation=output.IMPLEMENTATION.value
     )
     donated = jax.jit(write, donate_argnames="cache")
-    caches = [tokens.poisoned(job.spec), several.cache(tokens.poisoned(job.spec))]
+    caches = [tokens.poisoned(job.spec), on_devices(tokens.poisoned(job.spec))]
 
     def call(which: int, number: int) -> jax.Array:
         batch = (batches, divided)[which][number % len(batches)]
@@ -86,7 +77,7 @@ def writing_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     return one, many
 
 
-def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
+def gathering_calls(job: WriteJob) -> tuple[Call, Call]:
     """Returns equal gathers on one device and on several, after checking every bit of their results."""
     pages, page = workload.default_pages(job.case, 1), job.spec.page_size_bytes // job.spec.array_dtype.itemsize
     stored = jax.random.bits(jax.random.key(0), (pages, page), f"uint{8 * job.spec.array_dtype.itemsize}")
@@ -98,7 +89,7 @@ def gathering_calls(job: WriteJob, several: OnDevices) -> tuple[Call, Call]:
     read = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation=output.IMPLEMENTATION.value))
     in_xla = jax.jit(functools.partial(kvjax.gather_kv, dtype=jnp.bfloat16, implementation="xla"))
     expected = in_xla(one, table, lens, **workload.scales())
-    many, tables = several.cache(one), [several.array(x, None) for x in (table, lens)]
+    many, tables = on_devices(one), [workload.on_each_device(x, placed()) for x in (table, lens)]
     calls = (
         lambda _: read(one, table, lens, **workload.scales()),
         lambda _: read(many, *tables, **workload.scales()),
@@ -124,13 +115,11 @@ def device_timings(one: Call, many: Call) -> tuple[Timing, Timing]:
 
 class ShardedBenchmark(output.Program):
     def test_equal_work_on_each_device(self) -> None:
-        devices = jax.devices()[: DEVICES.value]
-        if len(devices) < max(2, DEVICES.value or 2):
-            reason = f"needs {max(2, DEVICES.value or 2)} devices, and there is {len(devices)}"
-            self.results.skip("several devices", reason, asked_for=DEVICES.value is not None)
+        devices = jax.devices()
+        if len(devices) < 2:
+            self.results.skip("several devices", "needs 2 devices, and there is 1")
             return
-        several = OnDevices(devices)
-        sizes = output.chosen(NUM_TOKENS, int, output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,)))
+        sizes: tuple[int, ...] = output.by_device(gpu=(256, 16_384), host=(64,), smoke=(8,))
         gathered = shapes.BLOCK_SIZE * (SEQ_BLOCKS if workload.is_gpu() else 1)
         jobs = [
             (operation, WriteJob(CASE, dtype, num_tokens))
@@ -139,14 +128,13 @@ class ShardedBenchmark(output.Program):
         ]
         for operation, job in jobs:
             with self.subTest(operation=operation, **plain(job.subject)):
-                calls = (writing_calls if operation == "sharded write" else gathering_calls)(job, several)
-                timed = device_timings(*calls), tuple(map(timing.measure_in_a_row, calls))
-                for times, facts in zip(timed, ({}, {"in_a_row": True}), strict=True):
-                    for number, each in zip((1, len(devices)), times, strict=True):
-                        peer = "one device" if number == 1 else f"{number} devices"
-                        subject = {**job.subject, "devices": number}
-                        known = {"kv_heads_a_device": CASE.num_kv_heads, **facts}
-                        self.results.add(Measurement(operation, subject, peer, each, facts=known))
+                calls = (writing_calls if operation == "sharded write" else gathering_calls)(job)
+                timed = (*device_timings(*calls), *map(timing.measure_in_a_row, calls))
+                peers = [("one device", 1), (f"{len(devices)} devices", len(devices))] * 2
+                for number, ((peer, count), times) in enumerate(zip(peers, timed, strict=True)):
+                    facts = {"kv_heads_a_device": CASE.num_kv_heads} | ({"in_a_row": True} if number >= 2 else {})
+                    subject = {**job.subject, "devices": count}
+                    self.results.add(Measurement(operation, subject, peer, times, facts=facts))
 
 
 if __name__ == "__main__":

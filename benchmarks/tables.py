@@ -46,7 +46,7 @@ def table(rows: Rows) -> str:
     """
     constants = _constants(rows)
     subject = [key for key in dict.fromkeys(key for m in rows for key in m.subject) if key not in constants]
-    facts = [key for key in dict.fromkeys(key for m in rows for key in m.facts) if _is_shown(rows, key)]
+    facts = dict.fromkeys(key for m in rows for key, value in m.facts.items() if isinstance(value, (int, float, str)))
     columns: list[tuple[str, Callable[[Measurement], Any]]] = [
         *((heading(key), lambda m, key=key: m.subject.get(key)) for key in subject),
         ("by", lambda m: m.peer),
@@ -72,10 +72,6 @@ def _constants(rows: Rows) -> dict[str, Any]:
     first = rows[0].subject
     every = {key: value for key, value in first.items() if all(m.subject.get(key) == value for m in rows)}
     return every if len(rows) > 1 else {}
-
-
-def _is_shown(rows: Rows, key: str) -> bool:
-    return any(isinstance(m.facts.get(key), (int, float, str)) for m in rows)
 
 
 def _ratio(m: Measurement, rows: Rows) -> str | None:

@@ -24,6 +24,7 @@ class Limits:
 
 
 LIMITS = Limits()
+MAX_SECONDS = 0.3
 
 
 def shorten() -> None:
@@ -72,7 +73,6 @@ def measure(
     call: Callable[[int], Any],
     *,
     wait: Callable[[Any], Any] = jax.block_until_ready,
-    max_seconds: float = 0.3,
     calls: int | None = None,
 ) -> Timing:
     """Times `call(0)`, `call(1)` and so on; the first numbers warm up.
@@ -80,8 +80,7 @@ def measure(
     Args:
       call: Starts a call. The number selects the inputs, so that they are not in a cache.
       wait: Waits for the result of the last call, and hence for all calls before it.
-      max_seconds: The approximate total time, subject to `LIMITS`.
-      calls: The number of calls, instead of `max_seconds`.
+      calls: The number of calls; by default as many as take `MAX_SECONDS`, subject to `LIMITS`.
     """
     numbers = itertools.count()
     wait(call(next(numbers)))  # compiles
@@ -89,11 +88,16 @@ def measure(
     while (elapsed := time.perf_counter() - start) < LIMITS.warm_up_seconds or not runs:
         wait(call(next(numbers)))
         runs += 1
-    calls = calls or min(max(int(max_seconds * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
+    calls = calls or min(max(int(MAX_SECONDS * runs / elapsed), LIMITS.min_calls), LIMITS.max_calls)
     if (records := _kernel_records(call, wait, numbers, calls)) is None:
-        return _measure_by_wall_clock(call, wait, numbers, calls)
-    seconds_each, kernels = split_calls(records, calls)
-    return Timing(tuple(seconds_each), Clock.DEVICE, kernels)
+        seconds = []
+        for number in itertools.islice(numbers, calls):
+            start = time.perf_counter()
+            wait(call(number))
+            seconds.append(time.perf_counter() - start)
+        return Timing(tuple(seconds), Clock.WALL)
+    seconds, kernels = split_calls(records, calls)
+    return Timing(tuple(seconds), Clock.DEVICE, kernels)
 
 
 def _kernel_records(
@@ -150,27 +154,22 @@ def split_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[
     return seconds, names
 
 
-def _measure_by_wall_clock(
-    call: Callable[[int], Any], wait: Callable[[Any], Any], numbers: itertools.count[int], calls: int
+def measure_in_a_row(
+    call: Callable[[int], Any],
+    *,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    count: int = 50,
+    samples: int = 11,
 ) -> Timing:
-    seconds = []
-    for number in itertools.islice(numbers, calls):
-        start = time.perf_counter()
-        wait(call(number))
-        seconds.append(time.perf_counter() - start)
-    return Timing(tuple(seconds), Clock.WALL)
-
-
-def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: int = 11) -> Timing:
     """Times back-to-back calls that synchronize only at the end, bound by the host or the device."""
     count, samples = min(count, LIMITS.max_calls), min(samples, LIMITS.max_calls)
-    jax.block_until_ready(call(0))  # compiles
+    wait(call(0))  # compiles
     seconds = []
     for _ in range(samples):
         start = time.perf_counter()
         for number in range(count):
             result = call(number)
-        jax.block_until_ready(result)
+        wait(result)
         seconds.append((time.perf_counter() - start) / count)
     return Timing(tuple(seconds), Clock.HOST)
 

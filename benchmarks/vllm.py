@@ -30,7 +30,7 @@ BACKENDS = (f"nvfp4:{KVJAX}", f"fp8:{KVJAX}", f"auto:{KVJAX}", f"fp8:{FLASH}", f
 CASES = DECODE, DRAFTED, FITTING, DEFAULTS = "decode", "3 drafts", "as many as fit", "vLLM's defaults"
 
 PAIRS = flags.DEFINE_list("backends", [*BACKENDS], "DTYPE:BACKEND of the rows, of vLLM's names")
-ROWS = output.define_some("rows", CASES, "kinds of rows (default: decode)")
+ROWS = output.define_some("rows", {case: case for case in CASES}, "kinds of rows (default: decode)")
 LAYERS = output.define_numbers("layers", "layers of the model, of Llama-3.1-8B's sizes (default: 32)", least=1)
 SEQS = flags.DEFINE_integer("sequences", 64, "sequences at once", lower_bound=1)
 PROMPT = flags.DEFINE_integer("prompt", 8_192, "tokens of each prompt", lower_bound=1)
@@ -180,7 +180,7 @@ class VllmBenchmark(output.Program):
     def test_1_times(self) -> None:
         if CHECK.value:
             return
-        for layers in output.chosen(LAYERS, int, [2 if output.SMOKE.value else 32]):
+        for layers in LAYERS.value or [2 if output.SMOKE.value else 32]:
             for case in ROWS.value or CASES[:1]:
                 for dtype, backend in (pair.split(":") for pair in PAIRS.value):
                     self.time(case, Engine(dtype, backend, layers))

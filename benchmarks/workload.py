@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 import kvjax
 from benchmarks.shapes import BLOCK_SIZE, Case, Slots
@@ -52,10 +53,13 @@ def is_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+SCALES = (0.037, 0.052)
+"""Decode scales of keys and values, which are not powers of two, because dividing by those might be cheaper."""
+
+
 @functools.cache
 def scales() -> dict[str, jax.Array]:
-    """Returns decode scales that are not powers of two, because dividing by those might be cheaper."""
-    return {"k_scale": jnp.float32(0.037), "v_scale": jnp.float32(0.052)}
+    return dict(zip(("k_scale", "v_scale"), map(jnp.float32, SCALES), strict=True))
 
 
 class Batch(NamedTuple):
@@ -163,12 +167,22 @@ class Tokens:
         return KVCache(jnp.full(spec.cache_shape(self.num_blocks), POISON, spec.array_dtype), spec)
 
 
+def random_tokens(spec: AttentionSpec, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Returns normal random keys and values in bfloat16."""
+    distinct = np.random.default_rng(0).standard_normal(DISTINCT_ELEMENTS, np.float32)
+    key = np.resize(distinct.astype(INPUT_DTYPE), (num_tokens, spec.num_kv_heads, spec.head_size))
+    return jax.device_put((key, key[::-1]))
+
+
 write_in_xla = jax.jit(functools.partial(kvjax.reshape_and_cache_flash, implementation="xla"))
 
 
-def cache_struct(spec: AttentionSpec, num_blocks: int, num_layers: int | None = None) -> KVCache:
+def cache_struct(spec: AttentionSpec, num_blocks: int, sharding: NamedSharding | None = None) -> KVCache:
     """Returns the shape of a cache, to lower programs with."""
-    return jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, num_layers=num_layers))
+    cache = jax.eval_shape(functools.partial(KVCache.allocate, spec, num_blocks, sharding=sharding))
+    if sharding is None:
+        return cache
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, cache.shardings)
 
 
 @functools.cache
@@ -219,6 +233,14 @@ class Write:
         check_same_bits(self.cache.kv, expected.kv)
 
 
+def on_each_device(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns an array with `x` as the shard of every device: its dimensions with an axis of the mesh are longer."""
+    divided = dict(enumerate(sharding.spec))
+    shape = [size * (sharding.mesh.size if divided.get(dim) else 1) for dim, size in enumerate(x.shape)]
+    parts = [jax.device_put(x, device) for device in sharding.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
 def pointers(of: Any) -> list[int]:
     """Returns the addresses of all arrays of a tree, on each of their devices."""
     return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(of) for shard in leaf.addressable_shards]
@@ -242,7 +264,7 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sum(differ, dtype=jnp.uint32)
 
 
-def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[str, int]:
+def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> int:
     """Compares stored codes. A peer may round a few codes differently, because it divides differently.
 
     Args:
@@ -262,7 +284,7 @@ def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> dict[s
             f"{different:,} of {written:,} codes differ from what they must be, {far:,} by more than a step;"
             f" expected at most {CODES_APART:.1%}, by one step"
         )
-    return {"codes_apart": different}
+    return different
 
 
 @functools.partial(jax.jit, static_argnums=2)

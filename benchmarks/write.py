@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from absl.testing import absltest
 
 from benchmarks import compare, output, shapes, workload
 from benchmarks.peers import in_torch, writes
-from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, NOT_DONATED, XLA_SCATTER
+from benchmarks.peers.writes import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, NOT_DONATED, XLA_SCATTER
 from benchmarks.shapes import LLAMA_8B, LLAMA_70B_SHARD, OTHER_CASES, Slots
 from benchmarks.workload import WriteJob
 from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCacheDType
@@ -20,17 +21,12 @@ NHD, HND = CacheLayout
 CASES = output.define_some("cases", shapes.CASES_BY_NAME, "shapes to time writes of")
 NUM_TOKENS = output.define_numbers("tokens", "tokens in a write", least=1)
 DTYPES = output.define_dtypes(STORED_KV_CACHE_DTYPES)
-LAYOUTS = output.define_some("layouts", [*CacheLayout], "layouts of the caches")
-SLOTS = output.define_some("slots", [*Slots], "where the tokens go")
+LAYOUTS = output.define_some("layouts", {each.value: each for each in CacheLayout}, "layouts of the caches")
+SLOTS = output.define_some("slots", {each.value: each for each in Slots}, "where the tokens go")
 PEERS = compare.define_peers(writes.PEERS)
 
 CACHE_SIZE_CASE = shapes.Case("small", 2, 64)  # its largest cache takes 1 GiB in float32, which fits any machine
 CACHE_SIZE_TOKENS = 256
-NUM_BLOCKS = output.define_numbers(
-    "blocks",
-    "pages of the caches whose size is varied (default: 64 to 65,536)",
-    least=CACHE_SIZE_TOKENS // shapes.BLOCK_SIZE,
-)
 
 CACHE_SIZE_WRITERS = (KVJAX, NOT_DONATED, XLA_SCATTER, in_torch.INDEX_COPY, in_torch.INDEX_PUT, in_torch.KVJAX)
 """Timed in caches of growing size on a CPU: writes in place do not slow down, writes that copy the cache do."""
@@ -72,17 +68,9 @@ def matrices() -> list[Matrix]:
 
 def jobs() -> list[WriteJob]:
     """Returns the jobs to time. Flags override the values of the matrices."""
-    chosen = [
-        Matrix(
-            output.chosen(CASES, shapes.CASES_BY_NAME.__getitem__, each.cases),
-            output.chosen(SLOTS, Slots, each.slots),
-            output.chosen(NUM_TOKENS, int, each.num_tokens),
-            output.chosen(LAYOUTS, CacheLayout, each.layouts),
-            output.chosen(DTYPES, KVCacheDType, each.dtypes),
-        )
-        for each in matrices()
-    ]
-    return [*dict.fromkeys(job for each in chosen for job in each.jobs())]
+    fields = {"cases": CASES, "slots": SLOTS, "num_tokens": NUM_TOKENS, "layouts": LAYOUTS, "dtypes": DTYPES}
+    given: dict[str, Any] = {name: flag.value for name, flag in fields.items() if flag.value}
+    return [*dict.fromkeys(job for each in matrices() for job in dataclasses.replace(each, **given).jobs())]
 
 
 def _one_case(job: WriteJob) -> bool:
@@ -91,7 +79,7 @@ def _one_case(job: WriteJob) -> bool:
 
 class WriteBenchmark(output.Program):
     def test_cache_sizes(self) -> None:
-        sizes = output.chosen(NUM_BLOCKS, int, (16,) if output.SMOKE.value else (64, 4_096, 65_536))
+        sizes = (16,) if output.SMOKE.value else (64, 4_096, 65_536)
         dtypes = shapes.TIMED_DTYPES if output.SMOKE.value else STORED_KV_CACHE_DTYPES
         wanted = [
             WriteJob(CACHE_SIZE_CASE, dtype, CACHE_SIZE_TOKENS, num_blocks=num_blocks)

@@ -30,7 +30,7 @@ from kvjax.ops.blocks import copy_blocks
 from kvjax.ops.gather import gather_kv
 from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, num_reached_blocks, window_blocks
 from kvjax.ops.values import check_window_rows, is_checked
-from kvjax.ops.write import reshape_and_cache_flash_diffkv
+from kvjax.ops.write import reshape_and_cache_flash
 from kvjax.partition import partition_of
 from kvjax.spec import AttentionSpec, FullAttentionSpec, as_int
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
@@ -165,7 +165,7 @@ def fill_exact_window(
     is_token = (position >= start[:, None]) & (position < first[:, None]) & (row >= 0)[:, None]
     num_tokens = exact_window.tokens_per_row
     slots = jnp.where(is_token, row[:, None] * num_tokens + position % num_tokens, PADDING_SLOT)
-    ring = reshape_and_cache_flash_diffkv(key, value, exact_window.ring, slots, unique_slots=True, **given)
+    ring = reshape_and_cache_flash(key, value, exact_window.ring, slots, unique_slots=True, **given)
     return dataclasses.replace(exact_window, ring=ring)
 
 

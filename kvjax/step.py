@@ -23,7 +23,7 @@ from kvjax.ops.arguments import (
     check_keys_and_values,
 )
 from kvjax.ops.ragged import RaggedOptions, ragged_paged_attention
-from kvjax.ops.write import flat_tokens, reshape_and_cache_flash_diffkv
+from kvjax.ops.write import flat_tokens, reshape_and_cache_flash
 from kvjax.step_metadata import StepMetadata
 from kvjax.window_attention import exact_window_attention
 
@@ -85,7 +85,7 @@ def attend(
 ) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, ExactWindow]:
     """Runs a layer's attention in a ragged step: writes the new tokens, then each attends to its sequence up to itself.
 
-    Equivalent to `reshape_and_cache_flash_diffkv` to `metadata.slot_mapping` and `ragged_paged_attention` over the
+    Equivalent to `reshape_and_cache_flash` to `metadata.slot_mapping` and `ragged_paged_attention` over the
     returned cache; see there for details. With an exact window, to `exact_window_attention` instead.
 
     Args:
@@ -146,7 +146,7 @@ def attend(
             f"key: got shape {key.shape}, expected the query's {leading}, then num_kv_heads and head_size"
         )
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
-    cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=unique_slots, **given)
+    cache = reshape_and_cache_flash(key, value, cache, slots, unique_slots=unique_slots, **given)
     options: dict[str, Any] = given | {
         "sm_scale": sm_scale,
         "sliding_window": sliding_window,

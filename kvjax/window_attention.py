@@ -27,7 +27,7 @@ from kvjax.ops.merge import merge_attention_states
 from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_sm_scale, num_reached_blocks
 from kvjax.ops.ragged import ragged_paged_attention
 from kvjax.ops.route import Query, check_query_quantization
-from kvjax.ops.write import reshape_and_cache_flash_diffkv
+from kvjax.ops.write import reshape_and_cache_flash
 from kvjax.partition import partition_of
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
 
@@ -197,7 +197,7 @@ class _Tokens(NamedTuple):
 
     def written(self, cache: KVCache, slots: jax.Array, layer: Any = None) -> KVCache:
         """Returns the cache with these tokens."""
-        return reshape_and_cache_flash_diffkv(
+        return reshape_and_cache_flash(
             self.key, self.value, cache, slots, layer=layer, unique_slots=True, implementation=self.implementation
         )
 

@@ -280,7 +280,7 @@ def test_what_is_found_is_what_operations_take():
     scales = calibrate([FP8], [batch[:1] for batch in SAMPLES], per_head=True)
     key, value = SAMPLES[1][0]
     cache = kvjax.KVCache.allocate(FP8, 3)
-    cache = kvjax.reshape_and_cache_flash_diffkv(key, value, cache, np.arange(40), **scales[0]._asdict())
+    cache = kvjax.reshape_and_cache_flash(key, value, cache, np.arange(40), **scales[0]._asdict())
     read = kvjax.gather_kv(cache, np.array([[0, 1, 2]]), np.array([40]), **scales[0]._asdict())
     np.testing.assert_allclose(np.asarray(read[0])[0, :40], key, rtol=2**-4, atol=float(scales[0].k_scale.max()) / 512)
 

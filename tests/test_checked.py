@@ -29,7 +29,6 @@ from kvjax import (
     gather_kv,
     paged_attention,
     reshape_and_cache_flash,
-    reshape_and_cache_flash_diffkv,
     swap_blocks,
 )
 
@@ -51,10 +50,6 @@ def with_entry(array: np.ndarray, index: Any, value: Any) -> np.ndarray:
 
 def write(cache: KVCache, **given: Any) -> KVCache:
     return reshape_and_cache_flash(KEY, VALUE, cache, **{"slot_mapping": GOOD_SLOTS, **given})
-
-
-def write_diffkv(cache: KVCache, **given: Any) -> KVCache:
-    return reshape_and_cache_flash_diffkv(KEY, VALUE, cache, **{"slot_mapping": GOOD_SLOTS, **given})
 
 
 def gather(cache: KVCache, **given: Any) -> Any:
@@ -122,7 +117,6 @@ CASES = [
     pytest.param(run, arguments, message, id=f"{run.__name__}-{message[:30]}")
     for run, cases in (
         (write, SLOT_ERRORS + SCALE_ERRORS),
-        (write_diffkv, SLOT_ERRORS[:1] + SCALE_ERRORS[:1]),
         (gather, SEQUENCE_ERRORS + SCALE_ERRORS),
         (attend, SEQUENCE_ERRORS[:1] + SEQUENCE_ERRORS[-1:] + SCALE_ERRORS[:1] + WINDOW_ERRORS),
         (
@@ -172,7 +166,7 @@ def test_the_first_offender_is_named(run, arguments, message):
     assert_same_bytes(page_bytes(cache), before)
 
 
-@pytest.mark.parametrize("run", [write, write_diffkv, gather, attend, copy, swap])
+@pytest.mark.parametrize("run", [write, gather, attend, copy, swap])
 def test_what_is_allowed_raises_nothing_and_gives_the_same_bytes(run):
     cache = poisoned(FP8, NUM_BLOCKS)
     expected = jax.tree.leaves(run(cache))

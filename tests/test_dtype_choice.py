@@ -58,7 +58,7 @@ def stored(spec: kvjax.AttentionSpec, scales: kvjax.KVScales, key: np.ndarray, v
     """Keys and values written to a cache and gathered."""
     num_blocks = -(-len(key) // spec.block_size)
     cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
-    write = kvjax.reshape_and_cache_flash_diffkv
+    write = kvjax.reshape_and_cache_flash
     cache = write(jnp.asarray(key), jnp.asarray(value), cache, jnp.arange(len(key)))
     read = kvjax.gather_kv(cache, jnp.arange(num_blocks)[None], jnp.array([len(key)]), dtype=jnp.float32)
     return [np.asarray(x[0, : len(key)]) for x in read]

@@ -170,7 +170,6 @@ CASES = [
     (operation, {**arguments, **change}, error, message)
     for operation, arguments, cases in (
         (reshape_and_cache_flash, WRITE, WRITE_ERRORS),
-        (reshape_and_cache_flash_diffkv, WRITE, WRITE_ERRORS),
         (gather_kv, READ, READ_ERRORS + GATHER_ERRORS),
         (paged_attention, ATTEND, READ_ERRORS + ATTENTION_ERRORS),
     )
@@ -204,7 +203,6 @@ def test_arguments_are_refused(operation, arguments, error, message):
 OPERATIONS = {
     "copy": lambda cache: copy_blocks(cache, PAIRS),
     "write": lambda cache: reshape_and_cache_flash(cache=cache, **WRITE),
-    "write diffkv": lambda cache: reshape_and_cache_flash_diffkv(cache=cache, **WRITE),
     "gather": lambda cache: gather_kv(cache, **READ),
     "attention": lambda cache: paged_attention(cache=cache, **ATTEND),
 }
@@ -314,12 +312,13 @@ def test_scales_per_head_are_for_fp8_alone(spec, name):
         check_refused(run, cache, VALUE, message)
 
 
-def test_keys_and_values_of_different_head_sizes_have_an_operation_of_their_own():
-    message = (
-        "reshape_and_cache_flash: got a cache with head_size=64 and head_size_v=32, expected equal ones;"
-        " use reshape_and_cache_flash_diffkv"
-    )
+def test_values_have_their_own_head_size():
+    message = "value: got shape (3, 2, 64), expected [num_tokens=3, num_kv_heads=2, head_size_v=32]"
     check_refused(OPERATIONS["write"], poisoned(simple_spec(head_size_v=32), 2), VALUE, message)
+
+
+def test_vllms_name_of_writes_with_two_head_sizes_is_the_same_operation():
+    assert reshape_and_cache_flash_diffkv is reshape_and_cache_flash
 
 
 def test_operations_on_keys_and_values_refuse_a_cache_of_latents_by_name():
@@ -331,7 +330,6 @@ def test_operations_on_keys_and_values_refuse_a_cache_of_latents_by_name():
     calls = {
         "concat_and_cache_mla": {
             "reshape_and_cache_flash": lambda cache: reshape_and_cache_flash(*tokens, cache, SLOTS),
-            "reshape_and_cache_flash_diffkv": lambda cache: reshape_and_cache_flash_diffkv(*tokens, cache, SLOTS),
             "attend": lambda cache: attend(QUERY[:3], *tokens, cache, step),
         },
         "rope_and_cache_mla": {

@@ -222,12 +222,12 @@ def scales(draw: st.DrawFn, spec: AttentionSpec, per_head: tuple[bool, ...]) -> 
     return draw(scale), draw(scale)
 
 
-FUNCTIONS = {False: kvjax.reshape_and_cache_flash, True: kvjax.reshape_and_cache_flash_diffkv}
 WRITES = {
-    (is_diffkv, donate): jax.jit(
-        write, static_argnames=("unique_slots", "implementation"), donate_argnames="cache" if donate else None
+    donate: jax.jit(
+        kvjax.reshape_and_cache_flash,
+        static_argnames=("unique_slots", "implementation"),
+        donate_argnames="cache" if donate else None,
     )
-    for is_diffkv, write in FUNCTIONS.items()
     for donate in (False, True)
 }
 GATHER = jax.jit(kvjax.gather_kv, static_argnames=("dtype", "implementation"))
@@ -259,7 +259,7 @@ class Arrays:
         self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool
     ) -> None:
         before = None if donate else self.pages()
-        write = self._undivided(slots, WRITES[spec.is_diffkv, donate], FUNCTIONS[spec.is_diffkv])
+        write = self._undivided(slots, WRITES[donate], kvjax.reshape_and_cache_flash)
         written = self._run(write, spec, key, value, self._as(spec), slots, by=by, unique_slots=unique)
         if before is not None:
             assert_same_bytes(self.pages(), before)

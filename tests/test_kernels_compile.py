@@ -20,7 +20,7 @@ from kvjax import (
     KVCacheDType,
     gather_kv,
     kernels,
-    reshape_and_cache_flash_diffkv,
+    reshape_and_cache_flash,
 )
 from kvjax.kernels import ptx
 from kvjax.kernels.registers import THREADS
@@ -80,7 +80,7 @@ def abstract_scales(case: dict) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStr
 
 
 def write(key, value, cache, slot_mapping, k_scale, v_scale, unique_slots=False):
-    return reshape_and_cache_flash_diffkv(
+    return reshape_and_cache_flash(
         key,
         value,
         cache,
@@ -234,7 +234,7 @@ def step_over_layers(cache, keys, values, slots, table, lengths, implementation)
     def step(cache, per_layer):
         key, value, layer = per_layer
         options = {"layer": layer, "implementation": implementation}
-        cache = reshape_and_cache_flash_diffkv(key, value, cache, slots, unique_slots=True, **options)
+        cache = reshape_and_cache_flash(key, value, cache, slots, unique_slots=True, **options)
         read, _ = gather_kv(cache, table, lengths, **options)
         return cache, read.sum(dtype=jnp.float32)
 

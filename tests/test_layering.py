@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 # The files of WORKSPACE.md's table.
 PRIVATE_JAX_MODULES = (
     "kvjax.kernels.compat",
+    "kvjax.kernels.placement",
     "kvjax.kernels.registers",
     "kvjax.kernels.tiles",
     "kvjax.kernels.ptx",
@@ -129,10 +130,10 @@ def non_public_imports(torch_modules: Modules, kvjax_modules: Modules) -> Iterat
 
 
 def private_jax_imports(modules: Modules) -> Iterator[str]:
-    """Imports of what jax does not document: `_src`, Mosaic GPU below Pallas, and jaxlib, whose MLIR it builds."""
+    """Imports of what jax does not document: `_src`, interpreters, Mosaic GPU below Pallas, and jaxlib's MLIR."""
     for name, module in modules.items():
         for imported in imported_names(module) if name not in PRIVATE_JAX_MODULES else ():
-            if re.match(r"jaxlib\b|jax\.experimental\.mosaic\b|jax\.(.*\.)?_", imported):
+            if re.match(r"jaxlib\b|jax\.experimental\.mosaic\b|jax\.interpreters\b|jax\.(.*\.)?_", imported):
                 yield f"{name} imports {imported}"
 
 
@@ -154,7 +155,7 @@ def asserts(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
 
-MAX_PARAMETERS = 7
+MAX_FILE_LINES, MAX_PARAMETERS = 450, 7
 # Packages whose public names have the signatures of contracts, of vLLM's operations or of transformers' interfaces.
 CONTRACTS = ("kvjax", "kvjax_torch", "kvjax_torch.transformers_cache")
 # What vLLM and transformers call: they say which parameters.
@@ -262,6 +263,11 @@ def test_the_sources_hold_every_rule():
     assert all_violations(ROOT / "kvjax", ROOT / "interop") == []
 
 
+def test_files_can_be_read_at_one_sitting():
+    files = [path for package in ("kvjax", "interop") for path in (ROOT / package).rglob("*.py")]
+    assert [path.name for path in files if len(path.read_text().splitlines()) > MAX_FILE_LINES] == []
+
+
 def test_the_table_of_what_imports_private_jax_is_complete():
     rows = re.findall(r"^\| `(kernels|binaries)/(.*?)\.py` \|", (ROOT / "WORKSPACE.md").read_text(), re.MULTILINE)
     assert {f"kvjax.{folder}.{name.replace('/', '.')}" for folder, name in rows} == {*PRIVATE_JAX_MODULES}
@@ -336,6 +342,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax/cache.py", "import jax._src.core", "kvjax.cache imports jax._src.core"),
         ("kvjax/cache.py", "from jax import _src", "kvjax.cache imports jax._src"),
         ("kvjax/cache.py", "from jaxlib.mlir import ir", "kvjax.cache imports jaxlib.mlir.ir"),
+        ("kvjax/cache.py", "from jax.interpreters import ad", "kvjax.cache imports jax.interpreters.ad"),
         (
             "kvjax/cache.py",
             "from jax.experimental.mosaic import gpu",

@@ -33,7 +33,6 @@ from kvjax import (
     nvfp4_split_views,
     paged_attention,
     reshape_and_cache_flash,
-    reshape_and_cache_flash_diffkv,
     swap_blocks,
 )
 from kvjax.kernels.write import WriteConfig
@@ -80,9 +79,7 @@ def write_layers(cache, keys, values, slots, layers, implementation):
 
     def write(cache, per_layer):
         key, value, slots, layer = per_layer
-        return reshape_and_cache_flash_diffkv(
-            key, value, cache, slots, layer=layer, implementation=implementation
-        ), None
+        return reshape_and_cache_flash(key, value, cache, slots, layer=layer, implementation=implementation), None
 
     return jax.lax.scan(write, cache, (keys, values, slots, layers))[0]
 
@@ -247,7 +244,7 @@ def test_the_interpreted_kernel_writes_the_bytes_of_xla(case, monkeypatch):
     spec, written = SPECS[name], []
     key, value = kv_tokens(spec, SLOTS.shape[1])
     for implementation in ("mosaic", "xla"):
-        write = jax.jit(functools.partial(reshape_and_cache_flash_diffkv, implementation=implementation))
+        write = jax.jit(functools.partial(reshape_and_cache_flash, implementation=implementation))
         with interpret_mode():
             cache = poisoned_layers(spec)
             for layer in (2, NUM_LAYERS, -1):

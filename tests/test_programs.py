@@ -30,7 +30,6 @@ from kvjax import (
     paged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
-    reshape_and_cache_flash_diffkv,
     swap_blocks,
 )
 
@@ -91,7 +90,7 @@ def test_layers_that_are_alike_are_written_in_place(target: str | None):
 
 def every_operation(cache: KVCache, other: KVCache, key: Any, value: Any, query: Any, scale: Any) -> Any:
     scales = {"k_scale": scale, "v_scale": scale}
-    written = reshape_and_cache_flash_diffkv(key, value, cache, SLOTS, **scales)
+    written = reshape_and_cache_flash(key, value, cache, SLOTS, **scales)
     views = nvfp4_split_views(written) if cache.spec.dtype is KVCacheDType.NVFP4 else ()
     options = {"sliding_window": 3, "logits_soft_cap": 9.0, "sinks": np.zeros(4, np.float32), "return_lse": True}
     attended, lse = paged_attention(query, written, TABLE, LENS, **options, **scales)

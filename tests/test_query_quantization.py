@@ -50,7 +50,7 @@ def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype
     ]
     garbage = jnp.full_like(KVCache.allocate(spec, num_blocks=5).kv, 0xFF)
     cache = dataclasses.replace(KVCache.allocate(spec, num_blocks=5), kv=garbage)
-    cache = kvjax.reshape_and_cache_flash_diffkv(*rows, cache, spec.block_size + jnp.arange(num_tokens))
+    cache = kvjax.reshape_and_cache_flash(*rows, cache, spec.block_size + jnp.arange(num_tokens))
     table = jnp.array([[1, 2, 3], [9, 2, -1]], jnp.int32)
     lens, first = jnp.array([num_tokens, 2 * spec.block_size - 1], jnp.int32), jnp.array([5, 0], jnp.int32)
     units = units_of_blocks(cache, table, lens, first)

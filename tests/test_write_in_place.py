@@ -29,7 +29,6 @@ from kvjax import (
     KVCacheTypeError,
     gather_kv,
     reshape_and_cache_flash,
-    reshape_and_cache_flash_diffkv,
 )
 
 EACH_DTYPE = matrix({"dtype": STORED_KV_CACHE_DTYPES}, few={"dtype": FEW_DTYPES})
@@ -80,7 +79,7 @@ def test_a_donated_cache_keeps_its_buffer(implementation, case):
     asked = implementation if can_write(implementation, spec) else None
 
     def write(cache, key, value, slots):
-        return reshape_and_cache_flash_diffkv(key, value, cache, slots, implementation=asked)
+        return reshape_and_cache_flash(key, value, cache, slots, implementation=asked)
 
     check_in_place(write, KVCache.allocate(spec, 8 * NUM_BLOCKS // spec.block_size), key, value, SLOTS)
 
@@ -94,7 +93,7 @@ def test_few_tokens_copy_no_cache(dtype, array, num_kv_heads, num_tokens):
     spec = simple_spec(dtype, num_kv_heads=num_kv_heads, **ARRAYS[array])
     cache = KVCache(jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS), spec.array_dtype), spec)
     tokens = kv_tokens(spec, num_tokens)
-    write = jax.jit(functools.partial(reshape_and_cache_flash_diffkv, implementation="xla"), donate_argnums=2)
+    write = jax.jit(functools.partial(reshape_and_cache_flash, implementation="xla"), donate_argnums=2)
     memory = write.lower(*tokens, cache, SLOTS[:num_tokens]).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2**14 < cache.kv.size
 

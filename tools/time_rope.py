@@ -23,8 +23,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import kvjax
-from benchmarks import timing
-from benchmarks.peers import copy
+from benchmarks import copies, timing
 from kvjax.kernels import compat
 
 HEADS, KV_HEADS, HEAD_SIZE, POSITIONS = 32, 8, 128, 4096
@@ -106,7 +105,7 @@ def time_case(dtype: kvjax.KVCacheDType, num_tokens: int, is_neox: bool, in_cach
     ):
         raise AssertionError(f"{dtype.value}, {num_tokens} tokens, {is_neox=}: the kernel's bytes are not those of XLA")
     both, alone = timing.measure(rope), timing.measure(write)
-    copied = copy.measure(2 * rows[0].nbytes)
+    copied = copies.measure(2 * rows[0].nbytes)
     looked_up = timing.measure(look_up)
     bound = 1.3 * alone.seconds if num_tokens == 64 else 1.15 * alone.seconds + copied.seconds
     reached = "pass" if both.seconds <= bound else "falls short"

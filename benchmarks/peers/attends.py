@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,11 +24,11 @@ from benchmarks.peers.attention_inputs import (
     AttentionJob,
     attention,
     compiling,
+    dense_implementation,
     paged,
     reference,
 )
-from benchmarks.peers.in_jax import own_peers
-from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers, why_no_gpu
 from benchmarks.shapes import BLOCK_SIZE
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.ops.route import Query, why_no_query_quantization
@@ -55,22 +55,10 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
 
 
 def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array], *, most: float = OWN_ERROR) -> Run:
-    query = inputs.call_query  # all calls share one query, as with other peers
+    query = inputs.query.reshape(inputs.job.query.shape)  # all calls share one query, as with other peers
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
     return Run(call, functools.partial(inputs.check, most=most))
-
-
-def invariant_run(inputs: AttentionInputs) -> Run:
-    """Attends so that the bits of a sequence do not depend on the others."""
-    compiled = attention(inputs.job, output.IMPLEMENTATION.value, batch_invariant=True).result()
-    return _own_run(inputs, compiled, inputs.numbers)
-
-
-def fp8_run(inputs: AttentionInputs) -> Run:
-    """Attends with prompts by products in fp8."""
-    compiled = attention(inputs.job, output.IMPLEMENTATION.value, query_quantization=True).result()
-    return _own_run(inputs, compiled, inputs.numbers, most=FP8_ERROR)
 
 
 def no_cascade_run(inputs: AttentionInputs) -> Run:
@@ -79,9 +67,9 @@ def no_cascade_run(inputs: AttentionInputs) -> Run:
     return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
 
 
-def dense_run(inputs: AttentionInputs, *, implementation: str = "cudnn") -> Run:
+def dense_run(inputs: AttentionInputs) -> Run:
     """Runs JAX's attention over dense caches of the same tokens."""
-    compiled = dense_attention(inputs.job, implementation).result()
+    compiled = dense_attention(inputs.job).result()
     query = inputs.query.reshape(_dense_shape(inputs.job))
     sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
     return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
@@ -92,7 +80,7 @@ def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
 
 
 @functools.cache
-def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
+def dense_attention(job: AttentionJob) -> Future[Any]:
     """Compiles `jax.nn.dot_product_attention` for a job: `(query, key, value, seq_lens)`.
 
     If `q_len` is greater than 1, the query covers all tokens of a sequence.
@@ -101,7 +89,7 @@ def dense_attention(job: AttentionJob, implementation: str) -> Future[Any]:
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, seq_lens: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
-        return jax.nn.dot_product_attention(query, key, value, **options | {"implementation": implementation})
+        return jax.nn.dot_product_attention(query, key, value, **options, implementation=dense_implementation())
 
     shape = row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size
     query, dense = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (_dense_shape(job), shape))
@@ -133,7 +121,7 @@ def sdpa_run(inputs: AttentionInputs) -> Run:
 def step_in_torch_run(inputs: AttentionInputs, *, most: float = OWN_ERROR, **options: Any) -> Run:
     import kvjax_torch
 
-    stored = inputs.job.dtype.value, *in_torch.float_scales()
+    stored = inputs.job.dtype.value, *workload.SCALES
     query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
     sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
     options = inputs.job.limits | inputs.job.row.options | options
@@ -167,11 +155,26 @@ def _serves_torch(job: AttentionJob) -> bool:
 
 type AttentionPeer = Peer[AttentionJob, AttentionInputs]
 
+
+def _with_options(
+    name: str, serves: Callable[[AttentionJob], bool], *, most: float = OWN_ERROR, **options: Any
+) -> AttentionPeer:
+    """Returns kvjax with more options of its attention, on a GPU."""
+
+    def compiled(job: AttentionJob) -> Future[Any]:
+        return attention(job, output.IMPLEMENTATION.value, **options)
+
+    def prepare(inputs: AttentionInputs) -> Run:
+        return _own_run(inputs, compiled(inputs.job).result(), inputs.numbers, most=most)
+
+    return Peer(name, prepare, serves, why_no_gpu, lambda job: [compiled(job)], own=True)
+
+
 KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
 KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
 READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
-    "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job, "cudnn")]
+    "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job)]
 )
 SDPA: AttentionPeer = Peer("torch sdpa", sdpa_run, serves=_serves_torch, why_missing=in_torch.why_missing)
 WITHOUT_CASCADE: AttentionPeer = Peer(
@@ -181,13 +184,10 @@ WITHOUT_CASCADE: AttentionPeer = Peer(
     ahead=lambda job: [paged(job, job.query, None)],
     own=True,
 )
-INVARIANT: AttentionPeer = Peer(
+INVARIANT = _with_options(
     "kvjax, batch invariant",
-    invariant_run,
-    serves=lambda job: not job.row.prefix_len and job.row.head_size <= 256,
-    why_missing=why_no_gpu,
-    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, batch_invariant=True)],
-    own=True,
+    lambda job: not job.row.prefix_len and job.row.head_size <= 256,
+    batch_invariant=True,
 )
 IN_TORCH: AttentionPeer = Peer(
     "kvjax_torch",
@@ -196,21 +196,12 @@ IN_TORCH: AttentionPeer = Peer(
     why_missing=in_torch.why_missing,
     own=True,
 )
-
-IN_FP8: AttentionPeer = Peer(
-    "kvjax (fp8 products)",
-    fp8_run,
-    serves=_has_fp8_products,
-    why_missing=why_no_gpu,
-    ahead=lambda job: [attention(job, output.IMPLEMENTATION.value, query_quantization=True)],
-    own=True,
-)
-IN_FP8_IN_TORCH: AttentionPeer = Peer(
-    "kvjax_torch (fp8 products)",
-    functools.partial(step_in_torch_run, most=FP8_ERROR, query_quantization=True),
+IN_FP8 = _with_options("kvjax (fp8 products)", _has_fp8_products, most=FP8_ERROR, query_quantization=True)
+IN_FP8_IN_TORCH = dataclasses.replace(
+    IN_TORCH,
+    name="kvjax_torch (fp8 products)",
+    prepare=functools.partial(step_in_torch_run, most=FP8_ERROR, query_quantization=True),
     serves=lambda job: _has_fp8_products(job) and IN_TORCH.serves(job),
-    why_missing=in_torch.why_missing,
-    own=True,
 )
 
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed

@@ -12,10 +12,10 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks.ahead import Workers
+from benchmarks import workload
 from benchmarks.peers import in_torch
-from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
-from benchmarks.peers.in_torch import borrow, float_scales
+from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob, Workers
+from benchmarks.peers.in_torch import borrow
 from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
@@ -58,9 +58,9 @@ def stored_dtype(dtype: KVCacheDType) -> Any:
     return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
 
 
-def scales_of(job: AttentionJob) -> list[float]:
+def scales_of(job: AttentionJob) -> tuple[float, float]:
     """Returns the decode scales of keys and values, or 1 for unquantized caches."""
-    return [1.0, 1.0] if job.dtype is BFLOAT16 else float_scales()
+    return (1.0, 1.0) if job.dtype is BFLOAT16 else workload.SCALES
 
 
 def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks import workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.attends_flashinfer import stored_dtype
 from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
-from benchmarks.peers.in_torch import borrow, float_scales
+from benchmarks.peers.in_torch import borrow
 from benchmarks.peers.peer import Peer, Run, by_turns
 from kvjax import CacheLayout, KVCacheDType
 
@@ -26,7 +27,7 @@ def run(inputs: AttentionInputs) -> Run:
     if job.dtype is KVCacheDType.FP8_E4M3:
         scale = query.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
         query = (query.float() / scale).to(torch.float8_e4m3fn)
-        scales = torch.tensor(float_scales(), device=query.device)
+        scales = torch.tensor(workload.SCALES, device=query.device)
         each = row.num_seqs, row.num_kv_heads
         names = "q_descale", "k_descale", "v_descale"
         options = {name: x.expand(each) for name, x in zip(names, (scale, *scales), strict=True)}

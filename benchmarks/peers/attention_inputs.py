@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,11 @@ import numpy as np
 
 import kvjax
 from benchmarks import workload
-from benchmarks.ahead import Workers
 from benchmarks.peers import in_torch
-from benchmarks.peers.gathers import random_tokens
 from benchmarks.peers.peer import Run
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from examples.shared_prefix import shared_prefix_attention
-from kvjax import AttentionSpec, KVCache, KVCacheDType
+from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 from kvjax.ops.options import MAX_DECODE_Q_LEN
 
 DISTINCT_PAGES = 1_024  # pages of random tokens; each cache is a random selection of them
@@ -43,11 +43,19 @@ class AttentionJob:
 
     @property
     def spec(self) -> AttentionSpec:
-        return self.row.spec(self.dtype)
+        """The cache's spec. It has no window, which is an argument of the call."""
+        row = self.row
+        return FullAttentionSpec(BLOCK_SIZE, row.num_kv_heads, row.head_size, dtype=self.dtype, layout=row.layout)
 
     @property
     def subject(self) -> dict[str, Any]:
-        return self.row.subject(self.dtype)
+        """The fields that identify the job in tables and files."""
+        row = self.row
+        sizes = {"num_seqs": row.num_seqs, "seq_len": row.seq_len, "q_len": row.q_len, "window_len": row.window}
+        heads = {"num_heads": row.num_heads, "num_kv_heads": row.num_kv_heads, "head_size": row.head_size}
+        step = {"num_prompts": row.num_prompts, "prefix_len": row.prefix_len or None}
+        case = {"case": row.name, **heads, "dtype": self.dtype, "layout": row.layout}
+        return {**case, **sizes, **step, "logits_soft_cap": row.logits_soft_cap}
 
     @property
     def page_bytes(self) -> int:
@@ -124,10 +132,6 @@ class AttentionInputs:
             self.numbers = self.table, self.seq_lens, jax.device_put(row.cu_q_lens)
 
     @property
-    def call_query(self) -> jax.Array:
-        return self.query.reshape(self.job.query.shape)
-
-    @property
     def sampled_sequences(self) -> tuple[jax.Array, jax.Array]:
         """Table and lengths of the sampled queries. In a step, each sampled token ends a sequence of its own."""
         row, sampled = self.job.row, self.job.sampled
@@ -142,7 +146,7 @@ class AttentionInputs:
         spec = self.job.spec
         shape = DISTINCT_PAGES, BLOCK_SIZE, spec.num_kv_heads, spec.head_size
         key, value = (
-            take_pages(x.reshape(shape), self.source) for x in random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
+            take_pages(x.reshape(shape), self.source) for x in workload.random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
         )
         return key, value
 
@@ -165,14 +169,14 @@ class AttentionInputs:
 
         Args:
           attended: The result; its shape may differ from the query's in dimensions of size 1.
-          max_error: The maximum accepted error.
+          most: The maximum accepted error.
           factor: A factor to multiply the result by.
 
         Returns:
           The root mean square of the sampled tokens' relative errors.
 
         Raises:
-          AssertionError: If the error exceeds `max_error`, or an element is NaN or infinite.
+          AssertionError: If the error exceeds `most`, or an element is NaN or infinite.
         """
         got = np.asarray(attended).reshape(self.job.query_shape)
         if not np.isfinite(got).all():
@@ -197,7 +201,7 @@ class AttentionInputs:
 @functools.cache
 def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
     """Returns `DISTINCT_PAGES` pages of normal random tokens, written by XLA with `workload.scales()` or without."""
-    key, value = random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
+    key, value = workload.random_tokens(spec, DISTINCT_PAGES * BLOCK_SIZE)
     slots = np.arange(DISTINCT_PAGES * BLOCK_SIZE, dtype=np.int32)
     scales = workload.scales() if scaled else {}
     return workload.write_in_xla(key, value, KVCache.allocate(spec, DISTINCT_PAGES), slots, **scales)
@@ -206,6 +210,32 @@ def filled_pages(spec: AttentionSpec, *, scaled: bool = True) -> KVCache:
 @jax.jit
 def take_pages(pages: jax.Array, source: Any) -> jax.Array:
     return jnp.take(pages, source, axis=0, mode="clip")
+
+
+class Workers:
+    """Daemon threads that run submitted tasks in order. They do not keep the program alive."""
+
+    def __init__(self, count: int) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for _ in range(count):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get()()
+
+    def submit[Result](self, make: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Schedules `make(*args)`. The future's `result` raises any error."""
+        future: Future[Result] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(make(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        return future
 
 
 @functools.cache
@@ -217,6 +247,11 @@ def compiling(function: Any, *args: Any, **kwargs: Any) -> Future[Any]:
     """Lowers and compiles `function` for these argument shapes and dtypes in the background."""
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     return workers().submit(lambda: jitted.lower(*args, **kwargs).compile())
+
+
+def dense_implementation() -> Literal["cudnn", "xla"]:
+    """Returns the implementation of `jax.nn.dot_product_attention` on this device."""
+    return "cudnn" if workload.is_gpu() else "xla"
 
 
 @functools.cache
@@ -248,21 +283,15 @@ def reference(job: AttentionJob) -> Future[Any]:
 
 def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None, **options: Any) -> Future[Any]:
     """Compiles `kvjax.paged_attention` for a query over the caches of a job."""
-    row = job.row
-    chosen = tuple((row.options | options).items())
-    return _paged(job.spec, row.num_blocks, row.blocks_a_seq, chosen, query, implementation)
+    options = job.row.options | options | {"implementation": implementation}
+    return _paged(job.spec, job.row.num_blocks, job.row.blocks_a_seq, query, **options)
 
 
 @functools.cache
 def _paged(
-    spec: AttentionSpec,
-    num_blocks: int,
-    blocks_a_seq: int,
-    options: tuple[tuple[str, Any], ...],
-    query: jax.ShapeDtypeStruct,
-    implementation: str | None,
+    spec: AttentionSpec, num_blocks: int, blocks_a_seq: int, query: jax.ShapeDtypeStruct, **options: Any
 ) -> Future[Any]:
-    attend = functools.partial(kvjax.paged_attention, **dict(options), implementation=implementation)
+    attend = functools.partial(kvjax.paged_attention, **options)
     table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
     return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
 

@@ -8,9 +8,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 
@@ -22,9 +21,7 @@ ARCHITECTURE = "sm_90"  # nvcc also embeds PTX, which later GPUs compile
 COPY_BYTES = 16  # kernels copy multiples of this
 MEMCPY_CALLS = 20
 
-WRITES: Mapping[KVCacheDType, str] = MappingProxyType(
-    {KVCacheDType.BFLOAT16: "write_bfloat16", KVCacheDType.FP8_E4M3: "write_fp8_e4m3"}
-)
+WRITES = {KVCacheDType.BFLOAT16: "write_bfloat16", KVCacheDType.FP8_E4M3: "write_fp8_e4m3"}
 """The kernels that write bfloat16 tokens, by stored dtype."""
 
 ELEMENTS_A_THREAD = 8  # bfloat16 elements in a 16-byte load

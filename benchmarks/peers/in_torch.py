@@ -38,32 +38,16 @@ def wait(_: object = None) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_in_a_row(call: Callable[[], Any], count: int) -> float:
-    """Returns the GPU seconds per call of `count` back-to-back calls, measured by CUDA events."""
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / count
-
-
-def why_missing() -> str | None:
-    """Returns why torch cannot access the memory of JAX arrays here, or `None`."""
-    reason = why_not_importable("torch", "kvjax_torch")
-    if reason is None and workload.is_gpu():
-        import torch
-
-        return None if torch.cuda.is_available() else "torch sees no GPU"
-    return reason
+def why_missing(*modules: str) -> str | None:
+    """Returns why torch cannot access the memory of JAX arrays here, or modules cannot be imported, or `None`."""
+    if reason := why_not_importable("torch", "kvjax_torch", *modules):
+        return reason
+    return "torch sees no GPU" if workload.is_gpu() and not has_gpu() else None
 
 
 def why_no_library(module: str) -> str | None:
     """Returns why the kernels of a torch library cannot run here, or `None`."""
-    return why_no_gpu() or why_not_importable(module) or why_missing()
+    return why_no_gpu() or why_missing(module)
 
 
 def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
@@ -76,11 +60,6 @@ def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
     return lambda x, scale: (x.float() / scale).clamp_(-largest, largest).to(dtype).view(torch.uint8)
 
 
-def float_scales() -> list[float]:
-    """Returns the decode scales of keys and values."""
-    return [float(scale) for scale in workload.scales().values()]
-
-
 def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
     """Returns the keys, values and slots of each batch as tensors."""
     return [[borrow(each) for each in batch] for batch in batches]
@@ -89,7 +68,7 @@ def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
 def index_copy_run(inputs: WriteInputs) -> Run:
     arrays = dense_poisoned(inputs)
     caches, store = [borrow(half).flatten(1) for half in arrays], _torch_store(inputs.job.spec)
-    scales = float_scales()
+    scales = workload.SCALES
 
     def write(key: Any, value: Any, slots: Any) -> None:
         for cache, x, scale in zip(caches, (key, value), scales, strict=True):
@@ -108,7 +87,7 @@ def token_pages(cache: KVCache) -> list[Any]:
 
 def index_put_run(inputs: WriteInputs) -> Run:
     cache = inputs.poisoned()
-    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), float_scales()
+    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), workload.SCALES
 
     def write(key: Any, value: Any, index: Any) -> None:
         for half, x, scale in zip(halves, (key, value), scales, strict=True):

@@ -34,17 +34,21 @@ class WriteInputs:
 
     def run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
         """Returns the run of a peer whose codes may differ slightly from kvjax's."""
-        return Run(by_turns(write, batches), lambda _: self.check_paged(cache), wait)
+        return Run(by_turns(write, batches), lambda _: self.check([cache.kv], [self.expected.kv]), wait)
 
     def exact_run(self, write: Callable[..., Any], batches: Sequence[Sequence[Any]], cache: KVCache, wait: Any) -> Run:
         """Returns the run of a peer that must store the same bytes as kvjax."""
         return Run(by_turns(write, batches), lambda _: workload.check_same_bits(cache.kv, self.expected.kv), wait)
 
-    def check_paged(self, cache: KVCache) -> dict[str, Any]:
-        if cache.spec.quant_mode is KVQuantMode.NONE:
-            workload.check_same_bits(cache.kv, self.expected.kv)
-            return {}
-        return workload.check_codes(cache.kv, self.expected.kv)
+    def check(self, stored: Sequence[jax.Array], expected: Sequence[jax.Array]) -> dict[str, int]:
+        """Compares what is stored after the first batch, and returns how many codes differ."""
+        facts: dict[str, int] = {}
+        for got, wanted in zip(stored, expected, strict=True):
+            if self.job.spec.quant_mode is KVQuantMode.NONE:
+                workload.check_same_bits(got, wanted)
+            else:
+                facts["codes_apart"] = facts.get("codes_apart", 0) + workload.check_codes(got, wanted)
+        return facts
 
 
 def dense_poisoned(inputs: WriteInputs) -> list[jax.Array]:
@@ -56,11 +60,4 @@ def dense_poisoned(inputs: WriteInputs) -> list[jax.Array]:
 
 def check_dense(caches: Sequence[jax.Array], inputs: WriteInputs) -> dict[str, Any]:
     """Compares dense keys and values with the expected cache after the first batch."""
-    facts = {"codes_apart": 0}
-    for half, got in enumerate(caches):
-        expected = inputs.expected.kv[:, half].reshape(got.shape)
-        if inputs.job.spec.quant_mode is KVQuantMode.NONE:
-            workload.check_same_bits(got, expected)
-        else:
-            facts["codes_apart"] += workload.check_codes(got, expected)["codes_apart"]
-    return facts
+    return inputs.check(caches, [inputs.expected.kv[:, half].reshape(each.shape) for half, each in enumerate(caches)])

@@ -7,11 +7,11 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 
-from benchmarks import workload
+from benchmarks import output, workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +60,30 @@ class Peer[Job, Inputs]:
 
 def why_no_gpu() -> str | None:
     return None if workload.is_gpu() else "needs an NVIDIA GPU"
+
+
+def why_no_kernel() -> str | None:
+    """Returns why the requested implementation cannot run here, or `None`."""
+    if output.IMPLEMENTATION.value == "mosaic" and not workload.is_gpu():
+        return f"--implementation=mosaic: got {jax.devices()[0].platform}, expected an NVIDIA GPU (sm_90 or later)"
+    return None
+
+
+def own_peers[Job, Inputs](
+    _: type[Job], run: Callable[Concatenate[Inputs, ...], Run]
+) -> tuple[Peer[Job, Inputs], Peer[Job, Inputs]]:
+    """Returns kvjax with the implementation that the flag selects, and kvjax in XLA for GPUs."""
+
+    def prepare(inputs: Inputs) -> Run:
+        return run(inputs, implementation=output.IMPLEMENTATION.value)
+
+    in_xla = Peer[Job, Inputs](
+        "kvjax xla",
+        functools.partial(run, implementation="xla"),
+        why_missing=lambda: None if workload.is_gpu() else "is what kvjax runs here",
+        own=True,
+    )
+    return Peer("kvjax", prepare, why_missing=why_no_kernel, own=True), in_xla
 
 
 @functools.cache

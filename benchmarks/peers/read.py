@@ -19,8 +19,6 @@ BLOCK_WORDS = VECTORS * LOAD_WORDS
 BLOCK_BYTES = 4 * BLOCK_WORDS
 """Bytes that one thread block reads; several blocks run concurrently on a multiprocessor."""
 
-COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-
 
 def num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
@@ -36,7 +34,7 @@ def read(words: jax.Array) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((words.size // BLOCK_WORDS,), jnp.int32),
         grid=(words.size // BLOCK_WORDS,),
         grid_names=("block",),
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(words)
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks import serving, timing, workload
-from benchmarks.peers.attention_inputs import compiling
+from benchmarks import serving, workload
+from benchmarks.peers.attention_inputs import compiling, dense_implementation
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
 from examples import llama
@@ -22,14 +22,7 @@ NAME = "cuDNN, dense"
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    caches: Any,
-    step: kvjax.StepMetadata,
-    layer: int,
-    *,
-    implementation: str,
+    query: jax.Array, key: jax.Array, value: jax.Array, caches: Any, step: kvjax.StepMetadata, layer: int
 ) -> tuple[jax.Array, Any]:
     """Dense `llama.write_and_attend` for one token per sequence; caches are pairs of `[num_seqs, seq_len, ...]`."""
     lengths = jnp.asarray(step.seq_lens)
@@ -38,22 +31,15 @@ def attend(
         dense.at[at].set(new, unique_indices=True, mode="drop")
         for dense, new in zip(caches[layer], (key, value), strict=True)
     )
-    options: Any = {"key_value_seq_lengths": lengths, "implementation": implementation}
+    options: Any = {"key_value_seq_lengths": lengths, "implementation": dense_implementation()}
     attended = jax.nn.dot_product_attention(query[:, None], *pair, **options)
     return attended[:, 0], (*caches[:layer], pair, *caches[layer + 1 :])
 
 
-def step_of(
-    params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any, implementation: str
-) -> tuple[jax.Array, Any]:
+def step_of(params: Any, tokens: Any, previous: Any, step: Any, caches: Any, *, config: Any) -> tuple[jax.Array, Any]:
     tokens = jnp.where(tokens < 0, previous[jnp.maximum(~tokens, 0)], tokens)
-    by = functools.partial(attend, implementation=implementation)
-    hidden, caches = llama.forward(params, config, tokens, step, caches, by)
+    hidden, caches = llama.forward(params, config, tokens, step, caches, attend)
     return llama.next_tokens(params, hidden, step, previous), caches
-
-
-def implementation() -> str:
-    return "cudnn" if workload.is_gpu() else "xla"
 
 
 def serves(job: ServeJob) -> bool:
@@ -67,11 +53,10 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     row = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
     shape = num_seqs, of.seq_len, of.config.num_key_value_heads, of.config.head_dim
     pair = (jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE),) * 2
-    step = functools.partial(step_of, config=of.config, implementation=implementation())
-    weights = serving.struct_of(serving.params(of))
+    step = functools.partial(step_of, config=of.config)
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
-    return compiling(jax.jit(step, donate_argnums=4), weights, row, row, metadata, caches)
+    return compiling(jax.jit(step, donate_argnums=4), serving.params(of), row, row, metadata, caches)
 
 
 def serve(job: ServeJob) -> Timing:
@@ -85,18 +70,7 @@ def serve(job: ServeJob) -> Timing:
     lengths = jnp.full(number, of.seq_len, jnp.int32)
     every = jnp.arange(number + 1, dtype=jnp.int32)
     step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
-    tokens, following = ~every[:-1], jnp.zeros(number, jnp.int32)
-    weights = serving.params(of)
-
-    def call(_: int) -> jax.Array:
-        nonlocal caches, following
-        following, caches = compiled(weights, tokens, following, step, caches)
-        return following
-
-    where = workload.pointers(caches)
-    timed = timing.measure_in_a_row(call, count=16, samples=3)
-    if where != workload.pointers(caches):
-        raise AssertionError("a step was not in place")
+    timed, caches = serving.steps_in_a_row(functools.partial(compiled, serving.params(of)), ~every[:-1], step, caches)
     if not np.isfinite(np.asarray(caches[0][0][:, -1], np.float32)).all():
         raise AssertionError("keys are not finite")
     return timed

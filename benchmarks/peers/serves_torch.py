@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import workload
+from benchmarks import timing
 from benchmarks.bars import DYNAMIC, PAGED
 from benchmarks.peers.in_torch import has_gpu, wait
-from benchmarks.peers.peer import why_not_importable
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.shapes import BLOCK_SIZE
-from benchmarks.timing import Clock, Timing
+from benchmarks.timing import Timing
 from kvjax import KVCacheDType
 
 STATIC, GATHERED = "transformers StaticCache", "transformers KvjaxCache, sdpa"
@@ -28,12 +26,6 @@ ROOM = 32
 
 MAX_ERROR = 0.25
 """Maximum relative RMS difference between logits over pages and over dense layers. Layers amplify bfloat16 rounding."""
-
-
-def why_missing() -> str | None:
-    if reason := why_not_importable("torch", "transformers", "kvjax_torch.transformers_cache"):
-        return reason
-    return "torch sees no GPU" if workload.is_gpu() and not has_gpu() else None
 
 
 def serves(name: str, job: ServeJob) -> bool:
@@ -139,15 +131,8 @@ def serve(name: str, job: ServeJob) -> tuple[Timing, Mapping[str, Any]]:
             facts["step_bytes"] = taken = step_bytes(decoding)
             if name == PAGED and taken >= decoding.dense_layer_bytes:
                 raise AssertionError(f"a step took {taken} bytes, a dense layer {decoding.dense_layer_bytes}")
-        samples = []
-        for _ in range(SAMPLES):
-            wait()
-            start = time.perf_counter()
-            for _ in range(STEPS_IN_A_ROW):
-                decoding.step()
-            wait()
-            samples.append((time.perf_counter() - start) / STEPS_IN_A_ROW)
-    return Timing(tuple(samples), Clock.HOST), facts
+        times = timing.measure_in_a_row(lambda _: decoding.step(), wait=wait, count=STEPS_IN_A_ROW, samples=SAMPLES)
+    return times, facts
 
 
 def step_bytes(decoding: Decoding) -> int:
@@ -163,8 +148,9 @@ def step_bytes(decoding: Decoding) -> int:
 
 
 def free() -> None:
-    model.cache_clear()
-    if has_gpu():
+    """Frees the model's memory, if there is one; without, torch may be missing."""
+    if model.cache_info().currsize:
         import torch
 
+        model.cache_clear()
         torch.cuda.empty_cache()

@@ -8,16 +8,72 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from benchmarks import compare, output, workload
-from benchmarks.peers import cuda
-from benchmarks.peers.in_jax import KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER
-from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT
-from benchmarks.peers.inputs import WriteInputs
-from benchmarks.peers.libraries import FLASHINFER
-from benchmarks.peers.peer import Peer, Run
-from benchmarks.shapes import Case, Slots
+from benchmarks.peers import cuda, in_torch
+from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
+from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
+from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
+from kvjax import AttentionSpec, CacheLayout, KVCacheDType, KVQuantMode, nvfp4_split_views
+
+NVFP4 = KVCacheDType.NVFP4
+
+
+def kvjax_run(inputs: WriteInputs, *, implementation: str | None, **options: bool) -> Run:
+    write = workload.Write(inputs.poisoned(), inputs.batches, implementation, **options)
+    facts = {"temporary_bytes": workload.temporary_bytes(write.compiled)}
+    return Run(write, lambda _: write.check(inputs.expected), facts=facts)
+
+
+KVJAX, KVJAX_IN_XLA = own_peers(WriteJob, kvjax_run)
+KVJAX_ANY_SLOTS = dataclasses.replace(
+    own_peers(WriteJob, functools.partial(kvjax_run, unique_slots=False))[0], name="kvjax, any slots"
+)
+NOT_DONATED = Peer[WriteJob, WriteInputs](
+    "kvjax, cache not donated",
+    functools.partial(kvjax_run, implementation=None, donated=False),
+    serves=lambda job: job.dtype is KVCacheDType.BFLOAT16,  # copying the cache dominates the time for any dtype
+    own=True,
+)
+
+
+def _scatter(
+    caches: list[jax.Array], batch: workload.Batch, scales: dict[str, jax.Array], spec: AttentionSpec
+) -> list[jax.Array]:
+    # JAX counts negative indices from the end, so map padding past the end.
+    slots = jnp.where(batch.slot_mapping < 0, caches[0].shape[0], batch.slot_mapping)
+    stored = [_stored(batch.key, scales["k_scale"], spec), _stored(batch.value, scales["v_scale"], spec)]
+    return [cache.at[slots].set(rows, mode="drop") for cache, rows in zip(caches, stored, strict=True)]
+
+
+def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
+    info = spec.dtype.info
+    if spec.quant_mode is KVQuantMode.NONE:
+        return x.astype(info.storage_dtype)
+    codes = jnp.clip(x.astype(jnp.float32) / scale, -info.max, info.max).astype(info.storage_dtype)
+    return lax.bitcast_convert_type(codes, spec.array_dtype)  # a scatter of 8-bit floats is slow on CPU
+
+
+def scatter_run(inputs: WriteInputs) -> Run:
+    caches = dense_poisoned(inputs)
+    scatter = jax.jit(functools.partial(_scatter, spec=inputs.job.spec), donate_argnums=0)
+    compiled = scatter.lower(caches, inputs.batches[0], workload.scales()).compile()
+
+    def write(*batch: jax.Array) -> list[jax.Array]:
+        caches[:] = compiled(caches, workload.Batch(*batch), workload.scales())
+        return caches
+
+    facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
+    return Run(by_turns(write, inputs.batches), lambda _: check_dense(caches, inputs), facts=facts)
+
+
+XLA_SCATTER = Peer[WriteJob, WriteInputs](
+    "XLA scatter", scatter_run, serves=lambda job: not job.spec.stores_scales and job.layout is CacheLayout.NHD
+)
 
 
 def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
@@ -40,6 +96,65 @@ CUDA_FITTED = dataclasses.replace(
 )
 
 
+def flashinfer_run(inputs: WriteInputs) -> Run:
+    return (_flashinfer_nvfp4 if inputs.job.dtype is NVFP4 else _flashinfer_append)(inputs)
+
+
+def _flashinfer_append(inputs: WriteInputs) -> Run:
+    """Appends to one request that owns all pages in order, so that a token's position equals its slot."""
+    import torch
+    from flashinfer import page  # type: ignore[import-not-found]
+
+    cache = inputs.poisoned()
+    pages = borrow(cache.kv)
+
+    def numbers(*values: int) -> Any:
+        return torch.tensor(values, dtype=torch.int32, device=pages.device)
+
+    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=pages.device)
+    owners = table, numbers(0, cache.num_blocks), numbers(BLOCK_SIZE)
+    first_request = torch.zeros(inputs.job.num_tokens, dtype=torch.int32, device=pages.device)
+    layout = inputs.job.layout.value
+
+    def write(key: Any, value: Any, slots: Any) -> None:
+        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=layout)
+
+    return inputs.run(write, borrowed(inputs.batches), cache, in_torch.wait)
+
+
+def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
+    import torch
+    from flashinfer import page
+
+    job = inputs.job
+    expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # (data, scales) of keys, then of values
+    arrays = [[jnp.full(each.shape, workload.POISON, jnp.uint8) for each in half] for half in expected]
+    halves = [[borrow(each) for each in half] for half in arrays]
+    data, scales = ([half[which] for half in halves] for which in range(2))
+    caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
+    options = *caches, *workload.SCALES
+
+    def write(*batch: Any) -> None:
+        page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*batch, *options, kv_layout=job.layout.value)
+
+    def check(_: Any) -> dict[str, Any]:
+        apart = 0
+        for (data, block_scales), (expected_data, expected_scales) in zip(arrays, expected, strict=True):
+            stored_scales = lax.bitcast_convert_type(expected_scales, jnp.uint8)
+            apart += workload.check_codes(block_scales, stored_scales)
+            apart += workload.check_codes(data, expected_data, bits=4)
+        return {"codes_apart": apart}
+
+    return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
+
+
+FLASHINFER = Peer[WriteJob, WriteInputs](
+    "FlashInfer",
+    flashinfer_run,
+    serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
+    why_missing=lambda: in_torch.why_no_library("flashinfer.page"),
+)
+
 PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, FLASHINFER)
 
 
@@ -48,22 +163,18 @@ def measure(
 ) -> None:
     """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
 
-    def shared(job: WriteJob) -> tuple[Case, Slots, int | None]:
-        return job.case, job.slots, job.num_blocks
-
-    most: dict[tuple[Case, Slots, int | None], int] = {}
-    for job in jobs:
-        most[shared(job)] = max(job.num_tokens, most.get(shared(job), 0))
-
     @functools.lru_cache(maxsize=1)
-    def tokens(case: Case, slots: Slots, num_blocks: int | None) -> workload.Tokens:
-        return workload.Tokens(case, most[case, slots, num_blocks], slots, num_blocks)
+    def tokens(*shared: Any) -> workload.Tokens:
+        case, slots, num_blocks = shared
+        most = max(job.num_tokens for job in jobs if (job.case, job.slots, job.num_blocks) == shared)
+        return workload.Tokens(case, most, slots, num_blocks)
 
     @functools.lru_cache(maxsize=1)
     def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
         return of.batches(num_tokens)
 
     def make(job: WriteJob) -> WriteInputs:
-        return WriteInputs(job, tokens(*shared(job)), batches(job.num_tokens, tokens(*shared(job))))
+        of = tokens(job.case, job.slots, job.num_blocks)
+        return WriteInputs(job, of, batches(job.num_tokens, of))
 
     compare.compare_all(test, operation, jobs, peers, make)

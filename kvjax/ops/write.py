@@ -1,4 +1,4 @@
-"""`reshape_and_cache_flash` and `reshape_and_cache_flash_diffkv`: write tokens into a paged cache."""
+"""`reshape_and_cache_flash`: write tokens into a paged cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import as_one_layer, flat_pages, pages_of, with_array
-from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.kernels.codecs import why_not_pages
 from kvjax.kernels.target import Target
@@ -67,7 +66,7 @@ def reshape_and_cache_flash(
     Args:
       key: `[num_tokens, num_kv_heads, head_size]` or `[batch, time, num_kv_heads, head_size]`; float32, float16 or
         bfloat16.
-      value: of `key`'s shape and dtype.
+      value: of `key`'s shape and dtype, but with `head_size_v`.
       cache: the layer's cache, or that of several layers.
       slot_mapping: int32 or int64 `[num_tokens]` or `[batch, time]`: `block * block_size + offset` of each token.
         Negative slots and those at or past `cache.num_slots` write nothing. If several tokens have one slot, the last
@@ -82,41 +81,17 @@ def reshape_and_cache_flash(
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, layout or scale; the message names it. Also for keys
-        and values of different head sizes: use `reshape_and_cache_flash_diffkv`.
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, layout or scale; the message names it.
       UnsupportedError: the requested implementation cannot serve this call.
       KVCacheTypeError: on differentiation with respect to any argument, for rounding has no useful gradient.
     """
     check_cache(cache)
     check_keys_and_values("reshape_and_cache_flash", cache.spec, "concat_and_cache_mla")
-    if cache.spec.is_diffkv:
-        raise KVCacheValueError(
-            f"reshape_and_cache_flash: got a cache with head_size={cache.spec.head_size} and"
-            f" head_size_v={cache.spec.head_size_v}, expected equal ones; use reshape_and_cache_flash_diffkv"
-        )
     return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
 
 
-def reshape_and_cache_flash_diffkv(
-    key: ArrayLike,
-    value: ArrayLike,
-    cache: KVCache,
-    slot_mapping: ArrayLike,
-    *,
-    layer: ArrayLike | None = None,
-    k_scale: ArrayLike | None = None,
-    v_scale: ArrayLike | None = None,
-    unique_slots: bool = False,
-    implementation: str | None = None,
-) -> KVCache:
-    """Writes tokens as `reshape_and_cache_flash` does, for layers whose values have another head size than the keys.
-
-    `value` is `[num_tokens, num_kv_heads, head_size_v]` or `[batch, time, num_kv_heads, head_size_v]`. Equal head sizes
-    also work.
-    """
-    check_cache(cache)
-    check_keys_and_values("reshape_and_cache_flash_diffkv", cache.spec, "concat_and_cache_mla")
-    return _write(cache, (key, value, slot_mapping, layer, k_scale, v_scale), unique_slots, implementation)
+reshape_and_cache_flash_diffkv = reshape_and_cache_flash
+"""vLLM's name for writes of values that have another head size than the keys."""
 
 
 class WriteTokens(NamedTuple):

@@ -64,7 +64,7 @@ def main() -> None:
     elsewhere = [jax.device_put(x, DEVICES[2]) for x in (key, value, slots, table, lens)]
     calls = {
         "key": lambda: kvjax.reshape_and_cache_flash(elsewhere[0], value, cache, slots),
-        "value": lambda: kvjax.reshape_and_cache_flash_diffkv(key, elsewhere[1], cache, slots),
+        "value": lambda: kvjax.reshape_and_cache_flash(key, elsewhere[1], cache, slots),
         "slot_mapping": lambda: kvjax.reshape_and_cache_flash(key, value, cache, elsewhere[2]),
         "k_scale": lambda: kvjax.gather_kv(cache, table, lens, k_scale=jax.device_put(1.0, DEVICES[2])),
         "block_table": lambda: kvjax.gather_kv(cache, elsewhere[3], lens),

@@ -38,13 +38,11 @@ FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.INT8_PE
 
 _STATIC = ("unique_slots", "implementation")
 _write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames=_STATIC, donate_argnames="cache")
-_write_diffkv = jax.jit(kvjax.reshape_and_cache_flash_diffkv, static_argnames=_STATIC, donate_argnames="cache")
 
 
 def run_write(implementation: str | None, key: Any, value: Any, cache: KVCache, slots: Any, **options: Any) -> KVCache:
     """Writes under `jit` with the cache donated, as users do; every test of written bytes goes through here."""
-    write = _write_diffkv if cache.spec.is_diffkv else _write
-    return write(key, value, cache, slots, implementation=implementation, **options)
+    return _write(key, value, cache, slots, implementation=implementation, **options)
 
 
 def can_write(implementation: str, spec: AttentionSpec) -> bool:

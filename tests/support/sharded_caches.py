@@ -46,7 +46,6 @@ from kvjax import (
     paged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
-    reshape_and_cache_flash_diffkv,
     rope_and_cache,
     swap_blocks,
 )
@@ -231,7 +230,7 @@ def make_inputs(names: Any, division: str, *, divided: bool) -> tuple[dict[str, 
 
 def write_all(caches, tokens, scales, slots, implementation):
     return {
-        name: reshape_and_cache_flash_diffkv(*tokens[name], cache, slots, implementation=implementation, **scales[name])
+        name: reshape_and_cache_flash(*tokens[name], cache, slots, implementation=implementation, **scales[name])
         for name, cache in caches.items()
     }
 

@@ -283,7 +283,7 @@ def encode_chunk(
         if spec.is_mla:
             rows = key[:, 0], value[:, 0]
             return kvjax.concat_and_cache_mla(*rows, pages, slots, scale=k_scale, implementation="xla").kv
-        written = kvjax.reshape_and_cache_flash_diffkv(
+        written = kvjax.reshape_and_cache_flash(
             key, value, pages, slots, k_scale=k_scale, v_scale=v_scale, implementation="xla"
         )
     return written.kv
