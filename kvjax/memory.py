@@ -37,7 +37,8 @@ def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
       KVCacheTypeError: neither a sharding nor a device.
     """
     sharding = as_sharding("like", like) or SingleDeviceSharding(_default_devices()[0])
-    if next(iter(sharding.device_set)).platform == "cpu":
+    device: Any = next(iter(sharding.device_set))
+    if device.platform == "cpu":
         return sharding
     pinned = sharding.with_memory_kind(PINNED)
     check_pinned("like", pinned)

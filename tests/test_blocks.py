@@ -24,7 +24,6 @@ from support.helpers import FEW_DTYPES, assert_same_bytes, compilations, each_ca
 import kvjax
 from kvjax import (
     STORED_KV_CACHE_DTYPES,
-    AttentionSpec,
     KVCache,
     KVCacheDType,
     KVCacheTypeError,

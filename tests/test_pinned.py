@@ -182,7 +182,7 @@ def test_an_allocated_cache_holds_zeros_and_its_scales_are_in_device_memory(memo
         assert host.k_scale.sharding.memory_kind == "device"
     host = swap_blocks(cache, host, np.array([[0, 4]]))
     assert host.kv.sharding == memory
-    with pytest.raises(KVCacheMemoryError, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB .* limits pinned host memory"):
+    with pytest.raises(KVCacheMemoryError, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB .* limits pinned host memory"):
         KVCache.allocate(spec, 2**40, sharding=memory)
 
 
@@ -281,7 +281,7 @@ def test_powers_of_two_add_up_to_every_number():
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_swap_does_not_wait_for_the_step_before_it():
-    """The host is back before the GPU has finished what it was given; of three tries, a busy host may be late in one."""
+    """The host is back before the GPU has finished what it was given; a busy host may be late once."""
     spec = simple_spec(NVFP4, block_size=16, num_kv_heads=8, head_size=128)
     cache, host = (KVCache.allocate(spec, 64, sharding=where) for where in (None, kvjax.host_sharding()))
     pairs = np.stack([np.arange(32)] * 2, axis=1)

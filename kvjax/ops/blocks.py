@@ -327,7 +327,7 @@ def _as_layer(cache: KVCache, layer: ArrayLike | None) -> ArrayLike | None:
     if layer is None:
         return None
     on_device = as_layer(cache, layer)
-    return on_device if isinstance(layer, jax.Array) else np.int32(layer)
+    return on_device if isinstance(layer, jax.Array) else np.asarray(layer, np.int32)
 
 
 def _on_host(pairs: Any, layer: Any) -> tuple[np.ndarray, np.ndarray | None]:
@@ -338,9 +338,7 @@ def _on_host(pairs: Any, layer: Any) -> tuple[np.ndarray, np.ndarray | None]:
     return padded, None if layer is None else np.asarray(layer)
 
 
-def _as_blocks(
-    pairs: Any, layer: Any, source: KVCache, destination: KVCache
-) -> tuple[ArrayLike, ArrayLike, ArrayLike | None]:
+def _as_blocks(pairs: Any, layer: Any, source: KVCache, destination: KVCache) -> tuple[Any, Any, ArrayLike | None]:
     """Returns blocks to read, blocks to write and the layer. A pair that copies nothing writes past the last block.
 
     NumPy arrays stay on the host: JAX would truncate an int64, and a program takes them where it runs.
