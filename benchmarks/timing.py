@@ -161,16 +161,22 @@ def _measure_by_wall_clock(
     return Timing(tuple(seconds), Clock.WALL)
 
 
-def measure_in_a_row(call: Callable[[int], Any], *, count: int = 50, samples: int = 11) -> Timing:
+def measure_in_a_row(
+    call: Callable[[int], Any],
+    *,
+    count: int = 50,
+    samples: int = 11,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> Timing:
     """Times back-to-back calls that synchronize only at the end, bound by the host or the device."""
     count, samples = min(count, LIMITS.max_calls), min(samples, LIMITS.max_calls)
-    jax.block_until_ready(call(0))  # compiles
+    wait(call(0))  # compiles
     seconds = []
     for _ in range(samples):
         start = time.perf_counter()
         for number in range(count):
             result = call(number)
-        jax.block_until_ready(result)
+        wait(result)
         seconds.append((time.perf_counter() - start) / count)
     return Timing(tuple(seconds), Clock.HOST)
 
