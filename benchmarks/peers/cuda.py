@@ -156,12 +156,13 @@ def measure_host_copy(source: jax.Array, target: jax.Array, num_bytes: int) -> t
     """
     driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     pointers = [ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (target, source)]
+    [device] = source.devices()
 
     def check(error: int) -> None:
         if error:
             raise RuntimeError(f"CUDA's driver: error {error}")
 
-    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), source.device.local_hardware_id))
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.local_hardware_id))
     check(driver.cuCtxSetCurrent(context))
     return timing.measure_in_a_row(
         lambda _: check(driver.cuMemcpyAsync(*pointers, ctypes.c_size_t(num_bytes), None)),
