@@ -143,7 +143,7 @@ def test_copies_of_up_to_a_power_of_two_share_their_programs(num_layers):
         kv = jnp.stack([one.kv for one in caches], axis=1) if num_layers else caches[0].kv
         return jax.device_put(KVCache(kv, spec, None, num_layers), jax.devices()[0])
 
-    on_host = kvjax.host_sharding()
+    on_host = on_the_host(jax.devices()[0], "cpu")
     operations = {
         "copy": lambda pairs, layer: copy_blocks(cache(0), pairs, layer=layer),
         "donating copy": lambda pairs, layer: copy_blocks(cache(0), pairs, layer=layer, donate=True),

@@ -89,16 +89,19 @@ def test_any_number_of_pages_goes_out_and_back(memory, spec, num_pairs):
 
 
 @pytest.mark.parametrize("layer", [None, 2, jnp.int32(0), jnp.int32(3)], ids=["all", "2", "array", "none"])
-def test_pages_of_one_layer_or_of_all(memory, layer):
-    """Each twice: a layer that is an array may be one that the caches do not have."""
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+def test_pages_of_one_layer_or_of_all(memory, layer, x64):
+    """A layer that is an array may be one that the caches do not have."""
     spec = simple_spec(NVFP4)
     cache, host = of_layers(spec, NUM_BLOCKS, 0), moved(of_layers(spec, NUM_HOST_BLOCKS, 5), memory)
     before, host_before = (np.asarray(of_layers(spec, *of).kv) for of in ((NUM_BLOCKS, 0), (NUM_HOST_BLOCKS, 5)))
     at = slice(None) if layer is None else slice(int(layer), int(layer) + 1)
     expected = host_before.copy()
     expected[:, at] = copied(before[:, at], host_before[:, at], PAIRS)
-    swapped = swap_blocks(cache, host, PAIRS, layer=layer)
-    back = swap_blocks(swapped, of_layers(spec, NUM_BLOCKS, 9), PAIRS[:, ::-1], layer=layer)
+    pairs = PAIRS.astype(np.int64) if x64 else PAIRS
+    with jax.enable_x64(x64):
+        swapped = swap_blocks(cache, host, pairs, layer=layer)
+        back = swap_blocks(swapped, of_layers(spec, NUM_BLOCKS, 9), pairs[:, ::-1], layer=layer)
     wanted = np.asarray(of_layers(spec, NUM_BLOCKS, 9).kv).copy()
     wanted[:, at] = copied(expected[:, at], wanted[:, at], PAIRS[:, ::-1])
     assert_same_bytes(np.asarray(swapped.kv), expected)

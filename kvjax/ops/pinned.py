@@ -71,5 +71,6 @@ def _lead(layer: ArrayLike | None) -> int:
 
 
 def _start(kv: jax.Array, block: ArrayLike, layer: ArrayLike | None) -> list[Any]:
+    """Returns where a page begins, all int32: JAX takes no indices of several types, which x64 would make."""
     page = [block] if layer is None else [block, layer]
-    return [*page, *[0] * (kv.ndim - len(page))]
+    return [*page, *[np.int32(0)] * (kv.ndim - len(page))]
