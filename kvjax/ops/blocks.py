@@ -78,8 +78,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     To move pages off a GPU and back, keep a cache of the same spec on the host,
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
     byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
-    place: use the returned cache. If the call raises, neither has changed and none is donated: all pages are read
-    before the first is written.
+    place: use the returned cache. All pages are read before the first is written: without memory for them the call
+    raises, and neither cache has changed or is donated.
 
     It does not wait for the copies; those of a GPU run after what the GPU was given before, and before what it is given
     next.
