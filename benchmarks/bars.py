@@ -173,6 +173,7 @@ BARS = (
     *_of_copy(1, (128,), 65_536, 0.70, 0.60, 0.55),
     *_of_copy(8, (64, 96, 256), 16_384, 0.85, 0.80, 0.75),
     *_by_dtype("gather", OF_COPY, 0.85, 0.75, 0.75, case=_LLAMA, num_seqs=GATHER_SIZE[:1], seq_len=GATHER_SIZE[1:]),
+    Bar("swap", OF_COPY, 0.80, {"num_blocks": (512,)}),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as tensors"),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as floats"),
     Bar("bridge kernel", X_JIT, 1.05, peer="kvjax_torch"),

@@ -18,9 +18,9 @@ from jax.typing import ArrayLike
 
 from kvjax import partition
 from kvjax.dtypes import KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown, type_name
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, type_name
 from kvjax.layouts import CacheLayout
-from kvjax.memory import zeroed_pages
+from kvjax.memory import as_sharding, check_pinned, zeroed_pages
 from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int, spec_from_dict, spec_to_dict
 
@@ -146,11 +146,13 @@ class KVCache:
             num_layers = as_int("num_layers", num_layers, least=1)
         scales = [_scale_leaf(*named, spec, num_layers) for named in (("k_scale", k_scale), ("v_scale", v_scale))]
         if not isinstance(sharding, NamedSharding):
-            sharding = _as_sharding(sharding)
+            sharding = as_sharding("sharding", sharding)
             if sharding is not None and sharding.num_devices > 1:
                 raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
             kv = zeroed_pages(spec, num_blocks, num_layers, sharding)
-            return cls(kv, spec, None, num_layers, *jax.device_put(scales, sharding))
+            on_device = None if sharding is None else SingleDeviceSharding(next(iter(sharding.device_set)))
+            return cls(kv, spec, None, num_layers, *jax.device_put(scales, on_device))
+        check_pinned("sharding", sharding)
         divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(
@@ -328,19 +330,6 @@ def _shown_array(array: Any) -> str:
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     text = repr(array) if shape is None or dtype is None else f"{dtype}[{','.join(map(str, shape))}]"
     return text + (" (donated)" if _is_donated(array) else "")
-
-
-def _as_sharding(sharding: Any) -> Sharding | None:
-    if sharding is None or isinstance(sharding, Sharding):
-        return sharding
-    if isinstance(sharding, jax.Device):
-        return SingleDeviceSharding(sharding)
-    message = f"sharding: got {shown(sharding)} of type {type_name(sharding)}, expected a jax.sharding.Sharding"
-    if isinstance(sharding, PartitionSpec):
-        message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec has no devices"
-    elif isinstance(sharding, str):
-        message += f", such as SingleDeviceSharding(jax.devices({sharding!r})[0])"
-    raise KVCacheTypeError(message)
 
 
 def _part_of(what: str, spec: AttentionSpec) -> KVCacheDType:

@@ -15,6 +15,7 @@ from kvjax.cache import KVCache, local_view
 from kvjax.dtypes import NVFP4_BLOCK_SIZE, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
 from kvjax.layouts import CacheLayout
+from kvjax.memory import refuse_pinned
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -42,6 +43,7 @@ def nvfp4_split_views(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: the cache is not NVFP4, or was donated.
+      UnsupportedError: it is in pinned host memory.
     """
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"cache: got {kind_of(cache)}, expected a KVCache")
@@ -51,6 +53,7 @@ def nvfp4_split_views(
             f"nvfp4_split_views: got a {cache.spec.dtype.value!r} cache{of}, expected 'nvfp4' keys and values"
         )
     cache.check()
+    refuse_pinned("cache", cache.kv)
     cache = local_view(cache)
     num_layers = cache.num_layers
     if cache.sharding is None:

@@ -1,37 +1,87 @@
-"""Allocates a cache's pages: zeroed memory, out-of-memory messages, and host memory."""
+"""Where a cache's pages are: zeroed memory, out-of-memory messages, and host memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from kvjax.errors import KVCacheMemoryError, UnsupportedError
+from kvjax.errors import KVCacheMemoryError, KVCacheTypeError, UnsupportedError, shown, type_name
 from kvjax.spec import AttentionSpec
 
 MAX_BYTES = 2**63 - 1
 """XLA's byte counts are 64 bits and overflow silently."""
 
 
-def host_sharding() -> SingleDeviceSharding:
+PINNED = "pinned_host"
+"""JAX's memory kind of host memory that a GPU reads and writes by itself."""
+
+
+def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
     """Returns a `sharding` for `KVCache.allocate` in host memory, for pages that `swap_blocks` moves off a GPU.
 
-    It is that of JAX's CPU device, where a donated array is written in place. Memory kind `"pinned_host"` is refused.
+    It is memory of kind `"pinned_host"`, which belongs to a GPU as its own memory does. On a CPU it is the memory that
+    there is.
+
+    Args:
+      like: the device or the sharding of the cache on the GPU, `cache.kv.sharding`, so that each GPU moves what it
+        holds. Default: JAX's default device.
 
     Raises:
-      UnsupportedError: JAX's CPU backend is disabled, as by `JAX_PLATFORMS=cuda`.
+      UnsupportedError: a sharding that divides blocks.
+      KVCacheTypeError: neither a sharding nor a device.
     """
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
+    sharding = as_sharding("like", like) or SingleDeviceSharding(_default_devices()[0])
+    device: Any = next(iter(sharding.device_set))
+    if device.platform == "cpu":
+        return sharding
+    pinned = sharding.with_memory_kind(PINNED)
+    check_pinned("like", pinned)
+    return pinned
+
+
+def is_pinned(array: jax.Array) -> bool:
+    """Returns whether an array, traced or not, is in pinned host memory."""
+    if isinstance(array, jax.core.Tracer):
+        return jax.typeof(array).memory_space == jax.memory.Space.Host
+    return array.sharding.memory_kind == PINNED
+
+
+def refuse_pinned(what: str, kv: jax.Array) -> None:
+    """Raises `UnsupportedError` for a cache's array in pinned host memory."""
+    if is_pinned(kv):
         raise UnsupportedError(
-            f"host_sharding: got jax_platforms={jax.config.jax_platforms!r}, expected 'cpu' among them, as in"
-            " JAX_PLATFORMS=cuda,cpu"
-        ) from error
-    return SingleDeviceSharding(device)
+            f"{what}: got a cache in memory of kind {PINNED!r}, which swap_blocks, export_blocks and import_blocks"
+            " take, outside jit; expected one in its device's memory: swap the blocks into one first"
+        )
+
+
+def check_pinned(what: str, sharding: Sharding) -> None:
+    """Raises `UnsupportedError` for pinned memory in which no cache may be."""
+    if sharding.memory_kind == PINNED and isinstance(sharding, NamedSharding) and any(sharding.spec[:1]):
+        raise UnsupportedError(
+            f"{what}: got {sharding.spec} in memory of kind {PINNED!r}, expected blocks that are not divided: devices"
+            " would move pages of each other's"
+        )
+
+
+def as_sharding(what: str, sharding: Any) -> Sharding | None:
+    """Returns the sharding of a device or a sharding; None for None."""
+    if sharding is None or isinstance(sharding, Sharding):
+        return sharding
+    if isinstance(sharding, jax.Device):
+        return SingleDeviceSharding(sharding)
+    message = f"{what}: got {shown(sharding)} of type {type_name(sharding)}, expected a jax.sharding.Sharding"
+    if isinstance(sharding, PartitionSpec):
+        message += f", such as NamedSharding(mesh, {sharding}): a PartitionSpec has no devices"
+    elif isinstance(sharding, str):
+        message += f", such as SingleDeviceSharding(jax.devices({sharding!r})[0])"
+    raise KVCacheTypeError(message)
 
 
 def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> jax.Array:
@@ -43,11 +93,15 @@ def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, s
     if num_blocks * (num_layers or 1) * spec.page_size_bytes > MAX_BYTES:
         raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, num_layers, sharding))
     try:
-        pages = jnp.zeros(spec.cache_shape(num_blocks, num_layers), spec.array_dtype, device=sharding)
+        shape, dtype = spec.cache_shape(num_blocks, num_layers), spec.array_dtype
+        if sharding is not None and sharding.memory_kind == PINNED:
+            pages = jax.device_put(np.zeros(shape, dtype), sharding)  # XLA itself fills device memory alone
+        else:
+            pages = jnp.zeros(shape, dtype, device=sharding)
         # Dispatch is asynchronous: an allocation error may surface only when waiting for it.
         return pages if isinstance(pages, jax.core.Tracer) else pages.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise KVCacheMemoryError(_what_was_asked(spec, num_blocks, num_layers, sharding)) from error
 
@@ -64,6 +118,8 @@ def _what_was_asked(spec: AttentionSpec, num_blocks: int, num_layers: int | None
 
 def _what_fits(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> str:
     """Returns how many blocks the fullest device has memory for; empty if devices do not report memory."""
+    if sharding is not None and sharding.memory_kind == PINNED:
+        return "; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (64 by default) limits pinned host memory of a process"
     shape = spec.cache_shape(num_blocks, num_layers)
     if sharding is None:
         devices, shard = _default_devices(), shape

@@ -62,6 +62,7 @@ EXPECTED = {
         ("bridge host attention", ["paged_attention", "paged_attention, out="], ["nvfp4"]),
     ],
     "copies": [("copy", ["copy"], [None])],
+    "swap": [("swap", ["kvjax"], DTYPES)],
     "sharded": [(f"sharded {what}", ["one device", "2 devices"], DTYPES) for what in ("write", "gather")],
     "attention": [("attention", ["kvjax"], DTYPES), ("attention", ["torch sdpa"], ["bfloat16"])],
     "ragged": [("ragged attention", ["kvjax", "kvjax without cascade", "kvjax_torch"], DTYPES)],

@@ -140,10 +140,12 @@ USER_PROMPT, USER_NEW = 7, 17
 BLOCKS_OF_USER = -(-(USER_PROMPT + USER_NEW) // SPEC.block_size)
 
 
-def served_users(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[int]], list[int]]:
+def served_users(
+    num_blocks: int, num_host_blocks: int, on_host: jax.sharding.Sharding | None = None
+) -> tuple[Engine, list[list[int]], list[int]]:
     """Four users at once, then one with the first's prefix: the engine, their tokens, and how many each step computed.
 
-    Pages are NaN before; all blocks are free after.
+    Pages are NaN before; all blocks are free after. `on_host` is where the host's cache is, by default the CPU.
     """
     rng = np.random.default_rng(1)
     users = [rng.integers(0, CONFIG.vocab_size, USER_PROMPT).tolist() for _ in range(4)]
@@ -151,9 +153,12 @@ def served_users(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[li
     device, calls = jax.devices()[0], []
     caches = [
         kvjax.KVCache.allocate(SPEC, size, num_layers=2, sharding=where)
-        for size, where in ((num_blocks, device), (num_host_blocks or 1, kvjax.host_sharding()))
+        for size, where in ((num_blocks, device), (num_host_blocks or 1, on_host or kvjax.host_sharding()))
     ]
-    cache, host = (dataclasses.replace(x, kv=jax.numpy.full_like(x.kv, np.nan)) for x in caches)
+    nan = (np.full(x.kv.shape, np.nan, x.kv.dtype) for x in caches)
+    cache, host = (
+        dataclasses.replace(x, kv=jax.device_put(kv, x.kv.sharding)) for x, kv in zip(caches, nan, strict=True)
+    )
 
     def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
         calls.append(int(step.cu_q_lens[-1]))
@@ -176,11 +181,12 @@ def served_users(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[li
     return engine, found, calls
 
 
-@pytest.mark.full
-def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens():
+@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.full), "pinned_host"])
+def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens(memory: str | None):
     """Their tokens are those of a pool that holds all, none is computed twice, and an evicted prefix comes back."""
     _, expected, calls_of_all = served_users(5 * BLOCKS_OF_USER, 0)
-    engine, found, calls = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER)
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory) if memory else None
+    engine, found, calls = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER, on_host)
     assert found == expected
     assert engine.num_preempted >= 2
     assert engine.num_recomputed == 0

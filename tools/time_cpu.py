@@ -68,7 +68,9 @@ def times(dtype: str, calls: int) -> list[tuple[float, float]]:
     lengths = torch.full((NUM_SEQS,), LENGTH, dtype=torch.int32)
     attend = functools.partial(kvjax_torch.paged_attention, query, *caches, table, lengths, dtype, *scales)
     dense = (x.view(NUM_SEQS, LENGTH, NUM_KV_HEADS, HEAD_SIZE).transpose(1, 2) for x in (dense_keys, dense_values))
-    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, query[:, :, None], *dense, enable_gqa=True)
+    sdpa = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, query[:, :, None], *dense, enable_gqa=True
+    )
     return [compare(attend, sdpa, calls), *written]
 
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache, check_scale_shape
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
+from kvjax.memory import refuse_pinned
 from kvjax.ops import options
 from kvjax.ops.values import check_layer, check_window, is_checked
 from kvjax.scale_values import check_scale, check_scale_type
@@ -46,11 +47,13 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
         raise KVCacheValueError(f"{what}: got shape {tuple(array.shape)}, expected [{expected}]")
 
 
-def check_cache(cache: Any, what: str = "cache") -> None:
-    """Raises if `cache` is not a `KVCache` with a live array that its spec describes."""
+def check_cache(cache: Any, what: str = "cache", *, may_be_pinned: bool = False) -> None:
+    """Raises if `cache` is not a `KVCache` with a live array that its spec describes, in memory that is accepted."""
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
+    if not may_be_pinned:
+        refuse_pinned(what, cache.kv)
     check_devices(cache, **{f"{what}.{name}": getattr(cache, name) for name in SCALES})
 
 

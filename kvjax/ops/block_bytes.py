@@ -77,7 +77,7 @@ def export_blocks(
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a block that a cache does not have, invalid hashes, or no caches.
-      UnsupportedError: a cache in a memory other than its device's default, or of which other processes hold a part.
+      UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
     """
     found = _as_caches(caches)
     numbers = _as_blocks(blocks, found, least=0)
@@ -143,7 +143,8 @@ class StoredBlocks:
         self._check_digest("pages")
         if self._is_whole and self._read(1):
             raise KVCacheValueError("source: got bytes after the last page's digest, expected none")
-        chunks = [(i, cache, chunk) for i, cache in enumerate(caches) for chunk in _chunks(cache, len(numbers))]
+        wanted = np.flatnonzero(numbers >= 0)
+        chunks = [(i, cache, wanted[part]) for i, cache in enumerate(caches) for part in _chunks(cache, len(wanted))]
         # All are on their devices before the first is written: without memory for one, no cache has changed.
         placed = [pages_from_host(cache, pages[i].reshape(len(numbers), -1)[chunk]) for i, cache, chunk in chunks]
         jax.block_until_ready(placed)
@@ -204,7 +205,7 @@ def import_blocks(source: Source | StoredBlocks, caches: Caches, blocks: ArrayLi
       KVCacheValueError: as `open_blocks`; an export that does not fit the caches, naming the first field that differs;
         a block that a cache does not have, or a repeated one.
       KVCacheTypeError: arguments of another kind.
-      UnsupportedError: a cache in a memory other than its device's default, or of which other processes hold a part.
+      UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
     """
     found = _as_caches(caches)
     numbers = _as_blocks(blocks, found, least=-1)
@@ -227,7 +228,7 @@ def _as_caches(caches: Caches) -> list[KVCache]:
         raise KVCacheValueError(f"caches: got {shown(caches)}, expected at least one KVCache")
     for index, cache in enumerate(found):
         what = f"caches[{index}]"
-        check_cache(cache, what)
+        check_cache(cache, what, may_be_pinned=True)
         if is_traced(*jax.tree.leaves(cache)):
             raise KVCacheTypeError(f"{what}: got a traced cache, expected a call outside jit")
         if not cache.kv.is_fully_addressable:

@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache, local_view
 from kvjax.cache_views import split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
-from kvjax.ops import select
+from kvjax.memory import PINNED, check_pinned, is_pinned
+from kvjax.ops import pinned, select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.values import check_pairs, is_checked
 from kvjax.scale_values import readable, refuse
@@ -63,7 +64,7 @@ def copy_blocks(
     check_cache(cache)
     _check_pairs(pairs, cache, cache)
     check_devices(cache, pairs=pairs, layer=layer)
-    layer, donate = None if layer is None else as_layer(cache, layer), as_bool("donate", donate)
+    layer, donate = _as_layer(cache, layer), as_bool("donate", donate)
     serve = select.choose("copy_blocks", implementation, _COPY, cache)
     if is_traced(cache.kv, pairs, layer):
         return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
@@ -77,13 +78,17 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     To move pages off a GPU and back, keep a cache of the same spec on the host,
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
     byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
-    place: use the returned cache.
+    place: use the returned cache. All pages are read before the first is written: without memory for them the call
+    raises, and neither cache has changed or is donated.
+
+    It does not wait for the copies; those of a GPU run after what the GPU was given before, and before what it is given
+    next.
 
     The two may be divided among devices in different ways. Where pages hold scales, a device's pages are those of its
     own heads: if the caches divide the heads into different numbers of shares, each page's bytes are reordered.
 
-    Traced, as inside `jit`, it copies between caches of one device, in place if the caller donates `destination`.
-    Reordering is not supported there.
+    Traced, as inside `jit`, it copies between caches in memory of one device, in place if the caller donates
+    `destination`. Reordering is not supported there.
 
     A page's bytes have meaning only with its cache's scales, so both caches must carry the same scales. Comparing them
     reads their values, which waits for the call that returned them; traced values are compared in checked mode only.
@@ -93,19 +98,21 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
       destination: the cache to write, with the same spec and number of layers. If it is divided among devices, its
         sharding is a `NamedSharding`.
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, preferably a
-        NumPy array: one on a device is first copied to the host. As in `copy_blocks`, a pair with a block outside its
-        cache copies nothing, and pairs are padded to a power of two: for each pair of padding a page moves, too.
+        NumPy array: one on a device is first copied to the host, which waits for what computes it. As in `copy_blocks`,
+        a pair with a block outside its cache copies nothing, and pairs are padded to a power of two: for each pair of
+        padding a page moves, too. If a cache is in pinned host memory, no padding moves: pairs are copied in parts of
+        powers of two, of which each is compiled once.
       layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
         twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
         need reordering.
-      UnsupportedError: a cache in a memory other than its device's default, or a destination divided by another kind
-        of sharding.
+      UnsupportedError: a cache in a memory other than its device's default and pinned host memory, in the latter
+        traced or divided by blocks, or a destination divided by another kind of sharding.
     """
-    check_cache(source, "source")
-    check_cache(destination, "destination")
+    check_cache(source, "source", may_be_pinned=True)
+    check_cache(destination, "destination", may_be_pinned=True)
     if source.kv is destination.kv:
         raise KVCacheValueError("destination: got the cache that is the source; within one cache use copy_blocks")
     for field in dataclasses.fields(source.spec):
@@ -121,10 +128,12 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     _check_pairs(pairs, source, destination)
     for what in SCALES:
         _check_same_scale(what, source, destination)
-    layer = None if layer is None else as_layer(source, layer)
+    layer = _as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
     if is_traced(source.kv, destination.kv, pairs, layer):
+        check_cache(source, "source")  # again: a traced call takes none that is pinned
+        check_cache(destination, "destination")
         if not has_same_order:
             raise KVCacheValueError(
                 f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
@@ -139,13 +148,24 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         check_memory(name, cache.kv)
     sharding = _sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
-    pages = _take_jit(source.kv, from_blocks, layer)
-    if not has_same_order:
-        if shares[0] > 1:
-            pages = jax.device_put(pages, _undivided(sharding))
-        pages = _regroup(pages, source.spec, *shares)
-    pages = jax.device_put(pages, sharding)
-    return dataclasses.replace(destination, kv=_put_jit(destination.kv, pages, to_blocks, layer))
+    parts = [(from_blocks, to_blocks)]
+    if is_pinned(source.kv) or is_pinned(destination.kv):
+        copied = np.flatnonzero(to_blocks < destination.num_blocks)
+        parts = [(from_blocks[part], to_blocks[part]) for part in pinned.parts(copied)]
+
+    def moved(from_blocks: np.ndarray) -> jax.Array:
+        pages = _taken(source.kv, from_blocks, layer)
+        if not has_same_order:
+            if shares[0] > 1:
+                pages = jax.device_put(pages, _undivided(sharding))
+            pages = _regroup(pages, source.spec, *shares)
+        return jax.device_put(pages, sharding)
+
+    pages_of_parts = [moved(from_blocks) for from_blocks, _ in parts]  # all before the destination is donated
+    kv = destination.kv
+    for pages, (_, to_blocks) in zip(pages_of_parts, parts, strict=True):
+        kv = _with_pages(kv, pages, to_blocks, layer)
+    return dataclasses.replace(destination, kv=kv)
 
 
 def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
@@ -156,7 +176,7 @@ def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
     """
     shares, number = _head_shares(cache), len(blocks)
     padded, _ = _on_host(np.stack([blocks, blocks], axis=1), None)
-    pages = _take_jit(cache.kv, np.maximum(padded[:, 0], 0), None)
+    pages = _taken(cache.kv, np.maximum(padded[:, 0], 0), None)
     if shares > 1 and not cache.spec.has_head_axis:
         pages = _regroup(jax.device_put(pages, _undivided(cache.kv.sharding)), cache.spec, shares, 1)
     in_bytes = np.ascontiguousarray(np.asarray(pages)[:number]).view(np.uint8)
@@ -166,12 +186,13 @@ def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
 def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
     """Returns pages that `pages_to_host` returned, on the devices of another cache and in its order, for `put_pages`.
 
-    Padded to a power of two.
+    Padded to a power of two, with the last page.
     """
     shares, number = _head_shares(cache), len(pages)
     stored = np.dtype(f"uint{8 * cache.kv.dtype.itemsize}")
     whole = np.zeros((1 << max(number - 1, 0).bit_length(), *cache.spec.cache_shape(1, cache.num_layers)[1:]), stored)
     whole[:number].view(np.uint8).reshape(number, -1)[...] = pages.reshape(number, -1)
+    whole[number:] = whole[number - 1]
     sharding, placed = _sharding_of_pages(cache.kv, None), whole
     if shares > 1 and not cache.spec.has_head_axis:
         placed = _regroup(jax.device_put(whole, _undivided(sharding)), cache.spec, 1, shares)
@@ -179,10 +200,9 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 
 
 def put_pages(cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
-    """Writes pages of `pages_from_host` into blocks, int32, -1 for a page that is not written; donates the cache."""
-    padded = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=-1)
-    to_blocks = np.where(padded < 0, cache.num_blocks, padded).astype(np.int32)
-    return dataclasses.replace(cache, kv=_put_jit(cache.kv, pages, to_blocks, None))
+    """Writes pages of `pages_from_host` into blocks, int32; donates the cache. The last is written again as padding."""
+    to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), mode="edge")
+    return dataclasses.replace(cache, kv=_with_pages(cache.kv, pages, to_blocks, None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -235,24 +255,28 @@ def _shown(value: Any) -> str:
 
 
 def check_memory(name: str, kv: jax.Array) -> None:
-    """Raises `UnsupportedError` for a cache in a memory other than its device's default."""
+    """Raises `UnsupportedError` for a cache in a memory other than its device's default and pinned host memory."""
     kind = kv.sharding.memory_kind
     device: Any = next(iter(kv.sharding.addressable_devices))
-    if kind not in (None, own := device.default_memory().kind):
+    if kind not in (None, PINNED, own := device.default_memory().kind):
         raise UnsupportedError(
-            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r}: XLA would copy all of it in each call."
-            " On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
+            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r} or {PINNED!r}: XLA would copy all of it"
+            " in each call. On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
         )
+    check_pinned(name, kv.sharding)
 
 
 def _sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:
-    """Returns the sharding of selected pages that matches the whole cache's; each device gets all selected pages."""
+    """Returns the sharding of selected pages in device memory that matches the whole cache's.
+
+    Each device gets all selected pages.
+    """
     sharding = kv.sharding
     if isinstance(sharding, NamedSharding):
         return _together(sharding, layer)
     if len(sharding.device_set) > 1:
         raise UnsupportedError(f"destination: got a cache on {sharding}, expected a NamedSharding or one device")
-    return sharding
+    return SingleDeviceSharding(*sharding.device_set)
 
 
 def _together(sharding: NamedSharding, layer: ArrayLike | None) -> NamedSharding:
@@ -298,6 +322,14 @@ def is_traced(*arrays: Any) -> bool:
     return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
+def _as_layer(cache: KVCache, layer: ArrayLike | None) -> ArrayLike | None:
+    """Returns a checked layer; a number stays on the host, where reading it back from a device would wait."""
+    if layer is None:
+        return None
+    on_device = as_layer(cache, layer)
+    return on_device if isinstance(layer, jax.Array) else np.asarray(layer, np.int32)
+
+
 def _on_host(pairs: Any, layer: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the layer, and the pairs padded with -1 to a power of two: each number of pairs is compiled."""
     pairs = np.asarray(pairs)
@@ -306,9 +338,7 @@ def _on_host(pairs: Any, layer: Any) -> tuple[np.ndarray, np.ndarray | None]:
     return padded, None if layer is None else np.asarray(layer)
 
 
-def _as_blocks(
-    pairs: Any, layer: Any, source: KVCache, destination: KVCache
-) -> tuple[ArrayLike, ArrayLike, ArrayLike | None]:
+def _as_blocks(pairs: Any, layer: Any, source: KVCache, destination: KVCache) -> tuple[Any, Any, ArrayLike | None]:
     """Returns blocks to read, blocks to write and the layer. A pair that copies nothing writes past the last block.
 
     NumPy arrays stay on the host: JAX would truncate an int64, and a program takes them where it runs.
@@ -344,8 +374,18 @@ def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
     return blocks if layer is None else (blocks, layer)
 
 
-_take_jit = jax.jit(_take)
-_put_jit = jax.jit(_put, donate_argnums=0)
+_take_jit, _take_pinned_jit = jax.jit(_take), jax.jit(pinned.take)
+_put_jit, _put_pinned_jit = jax.jit(_put, donate_argnums=0), jax.jit(pinned.put, donate_argnums=0)
+
+
+def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+    """Returns pages as integers in device memory, from whichever memory the cache's array is in."""
+    return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
+
+
+def _with_pages(kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+    """Returns a cache's array, which it donates, in the memory that it is in, with pages that `_taken` returned."""
+    return (_put_pinned_jit if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
 
 
 def _copy(kv: jax.Array, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:

@@ -23,9 +23,9 @@ def pointers(cache: KVCache) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in cache.kv.addressable_shards]
 
 
-def check_out_and_back(spec: AttentionSpec, where: Sharding) -> None:
+def check_out_and_back(spec: AttentionSpec, where: Sharding, on_host: Sharding) -> None:
     cache = jax.device_put(poisoned(spec, 4), where)
-    host = jax.device_put(poisoned(spec, 3, seed=1), kvjax.host_sharding())
+    host = jax.device_put(poisoned(spec, 3, seed=1), on_host)
     # Not of these: NumPy may keep what it read of an array, which JAX then copies instead of writing in place.
     before, host_before = page_bytes(poisoned(spec, 4)), page_bytes(poisoned(spec, 3, seed=1))
     at = pointers(host)
@@ -45,10 +45,16 @@ def check_out_and_back(spec: AttentionSpec, where: Sharding) -> None:
 
 def main() -> None:
     for dtype in (KVCacheDType.BFLOAT16, KVCacheDType.NVFP4):
-        check_out_and_back(simple_spec(dtype), SingleDeviceSharding(DEVICES[1]))
+        one = SingleDeviceSharding(DEVICES[1])
+        for on_host in (kvjax.host_sharding(), one.with_memory_kind("pinned_host")):
+            check_out_and_back(simple_spec(dtype), one, on_host)
     spec = simple_spec(num_kv_heads=8)
     for mesh, axes in itertools.product(MESHES, (P(None, None, None, "heads"), P("heads"), P())):
-        check_out_and_back(spec, NamedSharding(mesh, axes))
+        where = NamedSharding(mesh, axes)
+        check_out_and_back(spec, where, kvjax.host_sharding())
+        check_out_and_back(spec, where, SingleDeviceSharding(DEVICES[2], memory_kind="pinned_host"))
+        if axes != P("heads"):
+            check_out_and_back(spec, where, where.with_memory_kind("pinned_host"))
         copied = jax.jit(kvjax.copy_blocks, donate_argnums=0)
         spread = jax.device_put(poisoned(spec, 4), NamedSharding(mesh, axes))
         expected = page_bytes(poisoned(spec, 4))

@@ -800,6 +800,10 @@ def check_copies() -> None:
         assert_same_bytes(page_bytes(back)[[0, 6]], expected[[0, 6]])
 
 
+PINNED_DIVISIONS = "heads", "one device"
+"""Of those between which pages are copied, the ones of caches in pinned host memory too."""
+
+
 def check_copies_between_divisions() -> None:
     """From a cache to one that is divided in any other way, each device has the bytes of its own heads and blocks."""
     names = "nvfp4-NHD-swizzled-diffkv", "nvfp4-HND-swizzled", "int8_per_token_head-NHD", "bfloat16-NHD", "fp8_e4m3-HND"
@@ -810,8 +814,10 @@ def check_copies_between_divisions() -> None:
             "one device": jax.sharding.SingleDeviceSharding(jax.devices()[3]),
             "another mesh": NamedSharding(other_mesh, P("rest", *[None] * (head_axis(spec) - 1), "few")),
         }
+        on_host = {f"{key} on the host": placements[key].with_memory_kind("pinned_host") for key in PINNED_DIVISIONS}
+        placements |= on_host
         if name not in names[:2]:
-            placements = {key: placements[key] for key in ("one device", "both", "another mesh")}
+            placements = {key: placements[key] for key in ("one device", "both", "another mesh", *on_host)}
         # Every number of shares of the heads comes after every other.
         walk = ["one device", *placements, "heads", "one device", "another mesh", "blocks", "heads over both axes"]
         walk = [key for key in walk if key in placements]
