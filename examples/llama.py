@@ -207,20 +207,21 @@ def write_and_attend(
 
     With `max_q_len=1` every row of the step is one sequence's token, and a row of `paged_attention`.
     """
-    is_one = isinstance(caches, (kvjax.KVCache, Windowed))
-    cache: Any = caches if is_one else caches[layer]
-    options: dict[str, Any] = {"implementation": implementation, "layer": layer if is_one else None}
+    of_layers = caches if isinstance(caches, tuple) and not isinstance(caches, Windowed) else None
+    cache: Any = caches if of_layers is None else of_layers[layer]
+    options: dict[str, Any] = {"implementation": implementation, "layer": layer if of_layers is None else None}
     buckets: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "unique_slots": True}
     if isinstance(cache, Windowed):
-        new = query, key, value, cache.cache, step
-        attended, *written = kvjax.attend(*new, exact_window=cache.window, **buckets, **options)
-        cache = Windowed(*written)
+        attended, pages, window = kvjax.attend(
+            query, key, value, cache.cache, step, exact_window=cache.window, **buckets, **options
+        )
+        cache = Windowed(pages, window)
     elif max_q_len == 1:
         cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, unique_slots=True, **options)
         attended = kvjax.paged_attention(query, cache, step.block_table, step.seq_lens, **options)
     else:
         attended, cache = kvjax.attend(query, key, value, cache, step, **buckets, **options)
-    return attended, cache if is_one else (*caches[:layer], cache, *caches[layer + 1 :])
+    return attended, cache if of_layers is None else (*of_layers[:layer], cache, *of_layers[layer + 1 :])
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
@@ -459,7 +460,7 @@ def main() -> None:
     device = jax.devices()[0]
     params = jax.device_put(params_of(files, config, model.dtype.info.storage_dtype, path), device)
     specs = kvjax.resolve_layer_specs(model, args.kv_cache_dtype)
-    scales = [kvjax.KVScales(np.float32(1), np.float32(1))] * len(specs)  # 1
+    scales = (kvjax.KVScales(np.float32(1), np.float32(1)),) * len(specs)
     if path.is_dir():
         scales = kvjax.load_kv_scales(path, model, args.kv_cache_dtype)
     caches = tuple(
