@@ -415,7 +415,9 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, 
         for dst in (torch.full((10, width + 8), 7.0), torch.full((10, width + 9), 7.0)):
             into = GatheredRows(dst[:, 3 : 3 + width], None, 9)
             gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
-            run_interpreted(gathering.rows_call(gather_of, read_from))
+            places = gathering.places_call(gather_of, read_from)
+            run_interpreted(places)
+            run_interpreted(gathering.rows_call(gather_of, read_from.at(*places.tensors[-2:])))
             assert_same_bytes(dst[:9, 3 : 3 + width].numpy(), want.numpy())
             assert (dst[9] == 7).all()
             assert (dst[:, :3] == 7).all()
@@ -465,6 +467,42 @@ def test_on_a_gpu_rows_at_odd_addresses_are_gathered_and_attended_to():
         )
         gathered.append(dst)
     assert_same(gathered[:1], gathered[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_on_a_gpu_a_graph_gathers_the_ranges_of_each_replay(dtype: torch.dtype):
+    """As many sequences as rows, with holes, in tables with gaps; with the sequences of rows, and without."""
+    rng, spec, num_seqs = np.random.default_rng(0), spec_of("fp8_e4m3", block_size=16), 300
+    cache = torch.from_numpy(rng.integers(0, 0x78, (64, 16, 576), np.uint8))
+    ranges = []
+    for count in (700, 50):
+        lengths = rng.multinomial(count, rng.dirichlet(np.full(num_seqs, 0.1)))
+        seqs = np.repeat(np.arange(num_seqs), lengths).tolist() + [-1] * (700 - count)
+        given = rng.integers(-3, 70, (num_seqs, 50)), [0, *np.cumsum(lengths)], rng.integers(0, 400, num_seqs), seqs
+        ranges.append([torch.from_numpy(np.array(x)).to(dtype) for x in given])
+    on_gpu = [x.cuda() for x in ranges[0]]
+    on_gpu[0] = torch.cat([on_gpu[0]] * 2, dim=1)[:, :50]
+    dst, stored = torch.empty(2, 700, 576, device="cuda"), (spec.dtype, 0.5)
+
+    def gather(cache: torch.Tensor, dst: torch.Tensor, table: Any, bounds: Any, starts: Any, seqs: Any) -> None:
+        for own, known in zip(dst, (None, seqs), strict=True):
+            kvjax_torch.gather_and_maybe_dequant_cache(cache, own, table, bounds, known, 700, *stored, starts)
+
+    cached = cache.cuda()
+    gather(cached, dst, *on_gpu)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        gather(cached, dst, *on_gpu)
+    for each in ranges:
+        for own, x in zip(on_gpu, each, strict=True):
+            own.copy_(x)
+        dst.fill_(7)
+        graph.replay()
+        want = torch.full((2, 700, 576), 7.0)
+        gather(cache, want, *each)
+        assert want.any()
+        assert_same([want], [dst])
 
 
 def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:

@@ -222,7 +222,9 @@ def test_kernels_of_latents_are_compiled_together(compiles: bool, tmp_path: Path
         assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
     for count, num_seqs, q_len in ((3, 1, 2), (900, 3, 1), (5, 700, 2)):
         write, gather, attend = calls_of(count, num_seqs, q_len)
-        calls = writing.write_call(*write, False), gathering.rows_call(*gather)
+        places = gathering.places_call(*gather)
+        rows = gathering.rows_call(gather[0], gather[1].at(*places.tensors[-2:]))
+        calls = writing.write_call(*write, False), places, rows
         later = [*(call.kernel for call in calls), *attending.kernels_of_call(*attend)[:2]]
         assert set(later) <= set(every)
         if compiles:

@@ -12,10 +12,10 @@ from kvjax_torch.arguments.plan import (
     AttentionPlan,
     GatherPlan,
     RaggedPlan,
+    RangeTensors,
     ReadTensors,
     RopeInputs,
     RopePlan,
-    RowTensors,
     WritePlan,
     WriteTensors,
 )
@@ -58,7 +58,7 @@ def rotate_and_write(
 
 def compile_kernels(
     writes: Sequence[tuple[WritePlan, WriteTensors]],
-    gather: tuple[GatherPlan, RowTensors],
+    gather: tuple[GatherPlan, RangeTensors],
     attended: Sequence[tuple[AttentionPlan, ReadTensors]],
     unique_slots: bool,
 ) -> None:
@@ -73,7 +73,9 @@ def compile_kernels(
             whole.append((dense.as_gather(plan), tensors))
     with choosing.one_at_a_time:
         calls = [writing.write_call(*each, unique_slots) for each in writes]
-        calls += [gathering.rows_call(*gather), *(gathering.gather_call(*each) for each in whole)]
+        places = gathering.places_call(*gather)
+        calls += [places, gathering.rows_call(gather[0], gather[1].at(*places.tensors[-2:]))]
+        calls += [*(gathering.gather_call(*each) for each in whole)]
     running.compile_all([*every, *(call.kernel for call in calls)], device)
 
 

@@ -72,12 +72,7 @@ class RaggedStep:
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
-        num_seqs, width = self.tensors.block_table.shape
-        table = choosing.int32(self.tensors.block_table, -1, self.num_blocks)
-        stride = table.stride(0) if num_seqs > 1 else width
-        if num_seqs * stride > choosing.INT32_MAX:
-            table, stride = table.contiguous(), width
-        return table, stride
+        return choosing.table(self.tensors.block_table, self.num_blocks)
 
     @property
     def num_blocks(self) -> int:
