@@ -235,16 +235,21 @@ def test_results_go_to_memory_of_any_alignment(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda, emulated"])
-@pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
-def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: pytest.MonkeyPatch):
-    """With a row of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be."""
-    problem = build(spec_of(name), (20, 3, 9))
+@pytest.mark.parametrize(("name", "window"), [("bfloat16", None), ("nvfp4", None), ("bfloat16", 4)])
+def test_ragged_attention_is_that_of_jax(name: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch):
+    """With a row of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be.
+
+    Kernels pack the rows and place their results. Before the window of a sequence's rows may be NaN.
+    """
+    problem = build(spec_of(name), (20, 3, 9), window and window + 4)
     rows = [x[:, 0] for x in queries(problem.spec, (8, 1, 3), "float32")]
     bounds = np.array([0, 2, 2, 7], np.int32)
-    call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds)}
+    call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds), "sliding_window": window}
     if device != "cpu":
         monkeypatch.setattr(host, "attend_ragged", latents.attend_ragged)
         monkeypatch.setattr(reads, "attend", host.attend)
+        monkeypatch.setattr(running, "compile_once", lambda *_: None)
+        monkeypatch.setattr(running, "run", run_interpreted)
     want = kvjax.mla_ragged_paged_attention(
         *rows,
         problem.cache,
@@ -253,6 +258,7 @@ def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: py
         bounds,
         scale=problem.scale,
         sm_scale=SM_SCALE,
+        sliding_window=window,
         return_lse=True,
     )
     for options in ({}, {"max_q_len": 5}, {"out": torch.full((8, 3, 512), torch.nan)}):

@@ -88,6 +88,11 @@ def are_alone(plan: AttentionPlan) -> bool:
     return plan.window is not None and plan.q_len > 1
 
 
+def decoding_alone(plan: AttentionPlan) -> AttentionPlan:
+    """The plan of attention to packed rows."""
+    return dataclasses.replace(plan, q_len=1) if are_alone(plan) else plan
+
+
 def runs(query: torch.Tensor, least: int) -> torch.Tensor:
     """The query as kernels read it, a copy if its heads are not contiguous or rows not aligned.
 
@@ -119,16 +124,20 @@ class StepKernels(NamedTuple):
     place: kernels.AnyCount
 
 
-def kernels_of(plan: AttentionPlan, step: RaggedStep, window: int | None) -> StepKernels:
-    """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all."""
-    is_aligned = step.out.data_ptr() % 4 == 0
-    results = kernels.Units.of(plan.num_heads * plan.cache.spec.head_size_v, numpy_dtype(plan.dtype), is_aligned)
+def kernels_of(plan: AttentionPlan, window: int | None, *, is_aligned: bool = True) -> StepKernels:
+    """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all.
+
+    `is_aligned` says whether 4 divides the address of the results.
+    """
+    spec, dtype = plan.cache.spec, numpy_dtype(plan.dtype)
+    query = kernels.Units.of(plan.num_heads * spec.head_size, dtype)
+    results = kernels.Units.of(plan.num_heads * spec.head_size_v, dtype, is_aligned)
     kind = kernels.StepKind(
-        plan.cache.spec.block_size,
+        spec.block_size,
         window,
         plan.q_len,
         are_alone(plan),
-        _units(step.query),
+        query,
         results,
         plan.num_heads,
         plan.has_sinks,
