@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from support import attention_suite as suite
 from support import gpu_compile
+from support.any_count import attention_kernels
 from support.attention_suite import Case
 from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for
 from support.helpers import simple_spec
@@ -593,6 +595,22 @@ def shapes(spec: AttentionSpec) -> tuple[Any, ...]:
     cache = jax.eval_shape(lambda: KVCache.allocate(spec, 64))
     query = jax.ShapeDtypeStruct((1, 1, 4 * spec.num_kv_heads, spec.head_size), jnp.bfloat16)
     return query, cache, jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+
+def test_lowering_converts_few_bools(monkeypatch: pytest.MonkeyPatch):
+    """For each, jax 0.11.2 starts ptxas: a kernel with hundreds took half a minute to compile."""
+    converted: list[str] = []
+    astype = mgpu.FragmentedArray.astype
+
+    def counted(array: Any, *args: Any, **options: Any) -> Any:
+        converted.append(str(array.mlir_dtype))
+        return astype(array, *args, **options)
+
+    monkeypatch.setattr(mgpu.FragmentedArray, "astype", counted)
+    decode, *_ = attention_kernels(simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128)).of(4, 8)
+    jax.jit(decode.function).trace(*decode.args).lower(lowering_platforms=("cuda",))
+    assert converted
+    assert converted.count("i1") < 40
 
 
 @pytest.mark.full

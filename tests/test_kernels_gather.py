@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import ptx
 from support.helpers import (
     FEW_DTYPES,
     INPUT_DTYPES,
@@ -38,13 +39,29 @@ def test_every_pair_of_codes_with_every_block_scale(scale):
     scale = np.float32(scale)
     data = np.broadcast_to(BYTES.reshape(-1, 8), (256, 32, 8))
     block_scales = np.broadcast_to(BYTES[:, None], (256, 32))
-    low, high = decoding.decode_nvfp4(
-        jnp.asarray(data), jnp.asarray(block_scales), scale, np.dtype(np.float32), lambda x: x[..., None]
-    )
+    with interpret_mode():
+        low, high = decoding.decode_nvfp4(
+            jnp.asarray(data), jnp.asarray(block_scales), scale, np.dtype(np.float32), lambda x: x[..., None]
+        )
     expected = quant.decode_nvfp4(
         jnp.asarray(data), jnp.asarray(block_scales).view(jnp.float8_e4m3fn)[..., None], scale
     )
     assert_same_floats(np.stack([low, high], axis=-1).reshape(256, 32, 16), np.asarray(expected).reshape(256, 32, 16))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0371, 2.0**-100, 2.0**100])
+@pytest.mark.parametrize("out", ["float16", "bfloat16"])
+def test_every_pair_of_codes_with_every_block_scale_in_ptx(out, scale):
+    """Run on the CPU; what is decoded in float32 and rounded."""
+    out, scale = np.dtype(INPUT_DTYPES[out]), np.float32(scale)
+    data, block_scales = np.tile(BYTES.reshape(-1, 8), (256, 1)), np.repeat(BYTES, 32)
+    [factor] = ptx.run(decoding.PTX_OF_FACTOR, 1, [block_scales.astype(np.uint32)])
+    scales = np.full(data.size, scale * np.float32(decoding.FACTOR))
+    given = data.reshape(-1).astype(np.uint32), np.repeat(factor, 8), scales
+    [pairs] = ptx.run(decoding.ptx_of_pair(out), 1, given)
+    of_blocks = jnp.asarray(block_scales).view(jnp.float8_e4m3fn)[:, None]
+    expected = quant.cast(quant.decode_nvfp4(jnp.asarray(data), of_blocks, scale), out)
+    assert_same_bytes(pairs.view(out), np.asarray(expected).reshape(-1))
 
 
 @pytest.mark.parametrize("out", INPUT_DTYPES)

@@ -235,16 +235,21 @@ def test_results_go_to_memory_of_any_alignment(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda, emulated"])
-@pytest.mark.parametrize("name", ["bfloat16", "nvfp4"])
-def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: pytest.MonkeyPatch):
-    """With a row of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be."""
-    problem = build(spec_of(name), (20, 3, 9))
+@pytest.mark.parametrize(("name", "window"), [("bfloat16", None), ("nvfp4", None), ("bfloat16", 4)])
+def test_ragged_attention_is_that_of_jax(name: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch):
+    """With a row of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be.
+
+    Kernels pack the rows and place their results. Before the window of a sequence's rows may be NaN.
+    """
+    problem = build(spec_of(name), (20, 3, 9), window and window + 4)
     rows = [x[:, 0] for x in queries(problem.spec, (8, 1, 3), "float32")]
     bounds = np.array([0, 2, 2, 7], np.int32)
-    call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds)}
+    call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds), "sliding_window": window}
     if device != "cpu":
         monkeypatch.setattr(host, "attend_ragged", latents.attend_ragged)
         monkeypatch.setattr(reads, "attend", host.attend)
+        monkeypatch.setattr(running, "compile_once", lambda *_: None)
+        monkeypatch.setattr(running, "run", run_interpreted)
     want = kvjax.mla_ragged_paged_attention(
         *rows,
         problem.cache,
@@ -253,6 +258,7 @@ def test_ragged_attention_is_that_of_jax(name: str, device: str, monkeypatch: py
         bounds,
         scale=problem.scale,
         sm_scale=SM_SCALE,
+        sliding_window=window,
         return_lse=True,
     )
     for options in ({}, {"max_q_len": 5}, {"out": torch.full((8, 3, 512), torch.nan)}):
@@ -408,16 +414,18 @@ def test_interpreted_kernels_write_and_read_the_bytes_of_cpu_tensors(name: str, 
     expected, expect = cache_of(spec, pages)
     kvjax_torch.concat_and_cache_mla(*rows, expected, slots, name, scale)
     assert_same_bytes(read(), expect())
-    table, bounds, starts = torch.tensor([[1, 0, 5], [3, -1, 9]]), torch.tensor([0, 3, 8]), torch.tensor([0, 6])
-    want = torch.zeros(9, width)
-    kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 9, name, scale, starts)
+    table, bounds, starts = torch.tensor([[1, 0, 5], [3, -1, 9]]), torch.tensor([0, 8, 13]), torch.tensor([8, 6])
+    want = torch.zeros(14, width)
+    kvjax_torch.gather_and_maybe_dequant_cache(expected, want, table, bounds, None, 14, name, scale, starts)
     for each in (cache, expected):  # with gaps, and without
-        for dst in (torch.full((10, width + 8), 7.0), torch.full((10, width + 9), 7.0)):
-            into = GatheredRows(dst[:, 3 : 3 + width], None, 9)
+        for dst in (torch.full((15, width + 8), 7.0), torch.full((15, width + 9), 7.0)):
+            into = GatheredRows(dst[:, 3 : 3 + width], None, 14)
             gather_of, read_from = latent_gather_plan(LatentPages(each, name, scale), into, table, bounds, starts)
-            run_interpreted(gathering.rows_call(gather_of, read_from))
-            assert_same_bytes(dst[:9, 3 : 3 + width].numpy(), want.numpy())
-            assert (dst[9] == 7).all()
+            places = gathering.places_call(gather_of, read_from)
+            run_interpreted(places)
+            run_interpreted(gathering.rows_call(gather_of, read_from.at(*places.tensors[-2:])))
+            assert_same_bytes(dst[:14, 3 : 3 + width].numpy(), want.numpy())
+            assert (dst[14] == 7).all()
             assert (dst[:, :3] == 7).all()
             assert (dst[:, 3 + width :] == 7).all()
     lengths, gather_of = torch.tensor([11, 8]), GatherPlan(plan.cache, torch.float32, (1, 1))
@@ -465,6 +473,42 @@ def test_on_a_gpu_rows_at_odd_addresses_are_gathered_and_attended_to():
         )
         gathered.append(dst)
     assert_same(gathered[:1], gathered[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_on_a_gpu_a_graph_gathers_the_ranges_of_each_replay(dtype: torch.dtype):
+    """As many sequences as rows, with holes, in tables with gaps; with the sequences of rows, and without."""
+    rng, spec, num_seqs = np.random.default_rng(0), spec_of("fp8_e4m3", block_size=16), 300
+    cache = torch.from_numpy(rng.integers(0, 0x78, (64, 16, 576), np.uint8))
+    ranges = []
+    for count in (700, 50):
+        lengths = rng.multinomial(count, rng.dirichlet(np.full(num_seqs, 0.1)))
+        seqs = np.repeat(np.arange(num_seqs), lengths).tolist() + [-1] * (700 - count)
+        given = rng.integers(-3, 70, (num_seqs, 50)), [0, *np.cumsum(lengths)], rng.integers(0, 400, num_seqs), seqs
+        ranges.append([torch.from_numpy(np.array(x)).to(dtype) for x in given])
+    on_gpu = [x.cuda() for x in ranges[0]]
+    on_gpu[0] = torch.cat([on_gpu[0]] * 2, dim=1)[:, :50]
+    dst, stored = torch.empty(2, 700, 576, device="cuda"), (spec.dtype, 0.5)
+
+    def gather(cache: torch.Tensor, dst: torch.Tensor, table: Any, bounds: Any, starts: Any, seqs: Any) -> None:
+        for own, known in zip(dst, (None, seqs), strict=True):
+            kvjax_torch.gather_and_maybe_dequant_cache(cache, own, table, bounds, known, 700, *stored, starts)
+
+    cached = cache.cuda()
+    gather(cached, dst, *on_gpu)
+    graph = torch.cuda.CUDAGraph()
+    with capture(graph):
+        gather(cached, dst, *on_gpu)
+    for each in ranges:
+        for own, x in zip(on_gpu, each, strict=True):
+            own.copy_(x)
+        dst.fill_(7)
+        graph.replay()
+        want = torch.full((2, 700, 576), 7.0)
+        gather(cache, want, *each)
+        assert want.any()
+        assert_same([want], [dst])
 
 
 def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:

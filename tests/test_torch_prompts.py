@@ -242,7 +242,7 @@ def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, 
     monkeypatch.setattr(running, "run", run_interpreted)
     made = [make_step(dtype, (2, 3, 3, 8, 10, 25, 26, 29), sinks=sinks) for _ in range(2)]
     plan = plan_of(made[0], decode_q_len, window, **limits)
-    step_kernels = ragged_step.kernels_of(plan.attention, made[0], window)
+    step_kernels = ragged_step.kernels_of(plan.attention, window)
     schedule, place = ragged_step.schedule, ragged_step.place
     got = schedule(plan, made[0], step_kernels.schedule, 2)
     expected = schedule_model(plan, made[1], step_kernels.schedule, 2)

@@ -37,7 +37,7 @@ from kvjax_torch.arguments.plan import (  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import write_plan  # noqa: E402
 from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
-from kvjax_torch.cuda import latents  # noqa: E402
+from kvjax_torch.cuda import latents, ragged_step  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
 
@@ -222,8 +222,11 @@ def test_kernels_of_latents_are_compiled_together(compiles: bool, tmp_path: Path
         assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
     for count, num_seqs, q_len in ((3, 1, 2), (900, 3, 1), (5, 700, 2)):
         write, gather, attend = calls_of(count, num_seqs, q_len)
-        calls = writing.write_call(*write, False), gathering.rows_call(*gather)
-        later = [*(call.kernel for call in calls), *attending.kernels_of_call(*attend)[:2]]
+        places = gathering.places_call(*gather)
+        rows = gathering.rows_call(gather[0], gather[1].at(*places.tensors[-2:]))
+        calls = writing.write_call(*write, False), places, rows
+        step_kernels = ragged_step.kernels_of(attend[0], None)
+        later = [*(call.kernel for call in calls), *attending.kernels_of_call(*attend)[:2], *step_kernels]
         assert set(later) <= set(every)
         if compiles:
             before = binaries.num_compilations()

@@ -7,7 +7,7 @@ The names exported here are for launchers that pass addresses instead of JAX arr
   warpgroup; one register of each thread as an array.
 - `registers`, `tiles`, `memory`: layouts in registers and in shared memory; caller-owned memory.
 - `arithmetic`, `nvfp4`, `e2m1`, `four_over_six`, `decoding`, and `codecs`, which has the two directions of each dtype.
-- `write`, `gather`, `gather_rows`, `attention`, `mla`, `prompts`: the kernels.
+- `write`, `gather`, `gather_rows`, `row_places`, `attention`, `mla`, `prompts`: the kernels.
 """
 
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
@@ -40,6 +40,7 @@ from kvjax.kernels.prompts.schedule import num_programs as step_schedule_program
 from kvjax.kernels.prompts.transfer import Units as Units
 from kvjax.kernels.prompts.transfer import any_placement as placement_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
+from kvjax.kernels.row_places import any_places as row_places_kernel
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
@@ -82,6 +83,7 @@ __all__ = [
     "prompt_segments",
     "prompt_units_kernel",
     "row_gather_kernel",
+    "row_places_kernel",
     "step_schedule_kernel",
     "step_schedule_programs",
     "why_not_elements",

@@ -85,8 +85,11 @@ class Table(NamedTuple):
     num_layers: int = 1
 
     def page(self, seq: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The page of a sequence's block, and whether it is in the cache; entries may be any number."""
-        entry = self.ref[seq * self.stride + index]
+        """The page of a sequence's block, and whether it is in the cache."""
+        return self.page_of(self.ref[seq * self.stride + index])
+
+    def page_of(self, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page of an entry, and whether it is in the cache; entries may be any number."""
         is_block = (entry >= 0) & (entry <= self.last_block)
         if isinstance(self.layer, int):
             return entry, is_block

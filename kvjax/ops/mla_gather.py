@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages, pages_of
 from kvjax.kernels import gather_rows as kernel
+from kvjax.kernels import row_places
 from kvjax.kernels.memory import page_dtypes
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -169,7 +170,10 @@ def _gather_mosaic(
     if not num_tokens or not ranges.block_table.size:
         return _no_rows(spec, num_tokens, dtype)
     pages, scale = flat_pages(cache), ranges.scale.reshape(1)
-    rows = kernel.RowArrays(*_places(cache, ranges, num_tokens), scale, scale)
+    places = row_places.row_places(
+        row_places.RangeArrays(*ranges[:-1]), num_tokens, spec.block_size, pages.shape[0], cache.num_layers or 1
+    )
+    rows = kernel.RowArrays(*places, scale, scale)
     views = [from_array_dtype(pages, each) for each in page_dtypes(spec)]
     kv_c, *k_pe = (x[None] for x in kernel.gather_rows(views, rows, spec, dtype))
     return kv_c, k_pe[0] if k_pe else kv_c[..., :0]

@@ -185,6 +185,20 @@ def _halves_of_e4m3(x: Word) -> Word:
     return halves[1] << 16 | halves[0]
 
 
+def _pair_of(kind: type) -> Callable[..., Word]:
+    def pair(high: Word, low: Word) -> Word:
+        halves = [x.view(np.float32).astype(kind) for x in (low, high)]
+        bits = [np.where(np.isnan(x), 0x7FFF, x.view(np.uint16)).astype(np.uint32) for x in halves]
+        return bits[0] | bits[1] << 16
+
+    return pair
+
+
+def _product_of_halves(x: Word, y: Word) -> Word:
+    product = x.view(np.float16) * y.view(np.float16)
+    return np.where(np.isnan(product), np.uint16(0x7FFF), product.view(np.uint16)).view(np.uint32)
+
+
 def _largest_or_nan(kind: type) -> Callable[..., Word]:
     def largest(x: Word, y: Word) -> Word:
         halves = [z.view(kind).reshape(-1, 2).astype(np.float32) for z in (x, y)]
@@ -209,6 +223,7 @@ _OPCODES: dict[str, Callable[..., np.ndarray]] = {
     "fma.rn.ftz.f32": _of_floats(lambda *x: _flush(_fma(*map(_flush, x)))),
     "add.s32": _of_integers(np.add),
     "sub.u32": _of_integers(np.subtract),
+    "mul.lo.u32": _of_integers(np.multiply),
     "mad.lo.u32": _of_integers(lambda x, y, z: x * y + z),
     "min.s32": lambda x, y: np.minimum(x.view(np.int32), y.view(np.int32)).view(np.uint32),
     "shl.b32": np.left_shift,
@@ -235,6 +250,10 @@ _OPCODES: dict[str, Callable[..., np.ndarray]] = {
     "cvt.pack.sat.s4.s32.b32": _pack_nibbles,
     "cvt.rn.f32.u32": lambda x: x.astype(np.float32).view(np.uint32),
     "cvt.f32.f16": lambda x: x.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32),
+    "cvt.u16.u32": lambda x: x & 0xFFFF,
+    "cvt.rn.f16x2.f32": _pair_of(np.float16),
+    "cvt.rn.bf16x2.f32": _pair_of(ml_dtypes.bfloat16),
+    "mul.rn.f16x2": _product_of_halves,
     "cvt.rn.satfinite.e4m3x2.f32": _e4m3_pair,
     "dp2a.lo.u32.u32": _dp2a(0),
     "dp2a.hi.u32.u32": _dp2a(2),

@@ -28,10 +28,10 @@ from kvjax_torch.arguments.plan import (
     LatentQuery,
     Limits,
     RaggedPlan,
+    RangeTensors,
     ReadTensors,
     RopeInputs,
     RopePlan,
-    RowTensors,
     SoftmaxOptions,
     WritePlan,
     WriteTensors,
@@ -130,7 +130,7 @@ def latent_gather_plan(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     starts: torch.Tensor | None,
-) -> tuple[GatherPlan, RowTensors]:
+) -> tuple[GatherPlan, RangeTensors]:
     """The plan of a `gather_and_maybe_dequant_cache` call, and its tensors.
 
     Raises:
@@ -172,8 +172,9 @@ def latent_gather_plan(
     cache = _checked_cache(pages, sizes, "src_cache")
     if kvjax.is_checked():
         _check_ranges(block_table, cu_seq_lens, starts, num_tokens, (kv_cache.shape[0], cache.spec.block_size))
-    block, token = _places_of_rows(rows, block_table, cu_seq_lens, starts, (kv_cache.shape[0], cache.spec.block_size))
-    tensors = RowTensors(*_halves(kv_cache, cache), block, token, scale, scale, dst[:num_tokens])
+    latents, rope_keys = _halves(kv_cache, cache)
+    ranges = latents, rope_keys, block_table, cu_seq_lens, token_to_seq, starts
+    tensors = RangeTensors(*ranges, scale, scale, dst[:num_tokens])
     return GatherPlan(cache, dst.dtype, (1, 1)), tensors
 
 
@@ -361,35 +362,6 @@ def _sizes_of(dtype: KVCacheDType, row_bytes: int, width: int) -> tuple[int, int
         f"dst: got rows of {width} elements, expected kv_lora_rank + qk_rope_head_dim of a cache whose rows have"
         f" {row_bytes} bytes of {dtype.value!r}"
     )
-
-
-def _places_of_rows(
-    rows: GatheredRows,
-    block_table: torch.Tensor,
-    cu_seq_lens: torch.Tensor,
-    starts: torch.Tensor | None,
-    blocks: tuple[int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block of each row's token, -1 for none, and its index there, int64 `[num_tokens]`; without waiting."""
-    num_seqs, max_blocks = block_table.shape
-    row = torch.arange(rows.num_tokens, device=block_table.device)
-    if not num_seqs or not max_blocks:
-        return torch.full_like(row, -1), torch.zeros_like(row)
-    bounds = cu_seq_lens.to(torch.int64)
-    if rows.token_to_seq is None:
-        seq = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=num_seqs - 1)
-    else:
-        seq = rows.token_to_seq[: rows.num_tokens].to(torch.int64).clamp(0, num_seqs - 1)
-    is_token = (row >= bounds[seq]) & (row < bounds[seq + 1])
-    position = row - bounds[seq]
-    if starts is not None:
-        position = position + starts.to(torch.int64).clamp(min=0)[seq]
-    num_blocks, block_size = blocks
-    column = position // block_size
-    is_token &= column < max_blocks
-    entry = block_table[seq, column.clamp(0, max_blocks - 1)].to(torch.int64)
-    is_token &= (entry >= 0) & (entry < num_blocks)
-    return torch.where(is_token, entry, -1), position % block_size
 
 
 def _check_ranges(

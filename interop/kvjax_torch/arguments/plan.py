@@ -53,14 +53,49 @@ class ReadTensors(NamedTuple):
         return self.key_cache.shape[0]
 
 
+class RangeTensors(NamedTuple):
+    """The tensors of a gather of a range of tokens of each sequence, one after the other.
+
+    Attributes:
+      key_cache: keys, or latents.
+      value_cache: values, or rope keys.
+      block_table: int32 or int64 `[num_seqs, max_blocks]`.
+      cu_seq_lens: int32 or int64 `[num_seqs + 1]`, the bounds of each sequence's rows.
+      token_to_seq: int32 or int64, the sequence of each row or of more; None to find it.
+      seq_starts: int32 or int64 `[num_seqs]`, the first token of each range; None for 0.
+      k_scale: the layer's scale.
+      v_scale: likewise.
+      dst: `[num_rows, size]`, the rows to fill: keys, then values.
+    """
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seq_lens: torch.Tensor
+    token_to_seq: torch.Tensor | None
+    seq_starts: torch.Tensor | None
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    dst: torch.Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache."""
+        return self.key_cache.shape[0]
+
+    def at(self, block: torch.Tensor, token: torch.Tensor) -> RowTensors:
+        """The gather of the rows' tokens."""
+        return RowTensors(self.key_cache, self.value_cache, block, token, self.k_scale, self.v_scale, self.dst)
+
+
 class RowTensors(NamedTuple):
     """The tensors of a gather of any tokens, one for each row of a result.
 
     Attributes:
       key_cache: keys, or latents.
       value_cache: values, or rope keys.
-      block: int64 `[num_rows]`, the block of each row's token; -1 for none, whose row is zeros.
-      token: int64 `[num_rows]`, its index in the block.
+      block: int32 `[num_rows]`, the block of each row's token; -1 for none, whose row is zeros.
+      token: likewise its index in the block.
       k_scale: the layer's scale.
       v_scale: likewise.
       dst: `[num_rows, size]`, the rows to fill: keys, then values.
@@ -168,7 +203,7 @@ class CachePlan:
         )
         return stride - max(ends)
 
-    def scale_tensors(self, tensors: WriteTensors | ReadTensors | RowTensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.
 
         Each is the cache if its rows hold a scale for each token and head, else `k_scale` or `v_scale`.

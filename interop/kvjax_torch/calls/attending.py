@@ -129,10 +129,8 @@ def attention_calls(
     max_blocks = choosing.most_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(_operand(query, spec, decode))
-    block_table, seq_lens = choosing.int32(block_table, -1, num_blocks), choosing.int32(seq_lens, 0, choosing.INT32_MAX)
-    table_stride = block_table.stride(0) if num_seqs > 1 else width
-    if num_seqs * table_stride > choosing.INT32_MAX:
-        block_table, table_stride = block_table.contiguous(), width
+    block_table, table_stride = choosing.table(block_table, num_blocks)
+    seq_lens = choosing.int32(seq_lens, 0, choosing.INT32_MAX)
     out = query.new_empty((*query.shape[:3], spec.head_size_v), dtype=plan.dtype) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])

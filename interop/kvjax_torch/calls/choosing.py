@@ -32,6 +32,16 @@ def target_of(device: torch.device) -> kernels.Target:
     return kernels.Target(properties.multi_processor_count, capability, properties.shared_memory_per_block_optin)
 
 
+def table(block_table: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
+    """The block table of a cache as kernels read it, and the entries from a sequence's first to that of the next."""
+    num_seqs, width = block_table.shape
+    own = int32(block_table, -1, min(num_blocks, INT32_MAX))
+    stride = own.stride(0) if num_seqs > 1 else width
+    if num_seqs * stride > INT32_MAX:
+        return own.contiguous(), width
+    return own, stride
+
+
 def int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """Indices in int32, neighbours side by side; those of 64 bits are clipped."""
     if indices.dtype is not torch.int32:

@@ -9,7 +9,7 @@ import torch
 
 from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
-from kvjax_torch.arguments.plan import BlockRows, CachePlan, GatherPlan, ReadTensors, RowTensors
+from kvjax_torch.arguments.plan import BlockRows, CachePlan, GatherPlan, RangeTensors, ReadTensors, RowTensors
 from kvjax_torch.calls import choosing
 from kvjax_torch.calls.arrays import (
     ScaleAlignments,
@@ -64,6 +64,21 @@ def _gather_kernel(
     return kernels.gather_kernel(cache.spec, pages, numpy_dtype(dtype), scale_sizes, scale_pages)
 
 
+def places_call(plan: GatherPlan, tensors: RangeTensors) -> Call:
+    """The kernel call that finds the rows' tokens; its last tensors are their blocks and their indices there."""
+    key_cache, _, block_table, cu_seq_lens, token_to_seq, seq_starts, *_, dst = tensors
+    (num_seqs, max_blocks), num_rows = block_table.shape, dst.shape[0]
+    table, stride = choosing.table(block_table, tensors.num_blocks)
+    bounds = choosing.int32(cu_seq_lens, 0, choosing.INT32_MAX)
+    # What is not given is none of the rows' sequences, or of the sequences' first tokens; these arguments are not read.
+    given = [bounds if x is None else choosing.int32(x, -1, choosing.INT32_MAX) for x in (token_to_seq, seq_starts)]
+    num_given = [0 if x is None else size for x, size in ((token_to_seq, num_rows), (seq_starts, num_seqs))]
+    last_block = min(tensors.num_blocks, choosing.INT32_MAX) - 1
+    counts = num_rows, num_seqs, max_blocks, stride, last_block, plan.cache.spec.block_size, *num_given
+    places = key_cache.new_empty((2, num_rows), dtype=torch.int32)
+    return Call(kernels.row_places_kernel(), counts, (table, bounds[:-1], bounds[1:], *given, *places), num_rows)
+
+
 def rows_call(plan: GatherPlan, tensors: RowTensors) -> Call:
     """The kernel call of a `gather_and_maybe_dequant_cache` call that `plan` describes.
 
@@ -82,9 +97,8 @@ def rows_call(plan: GatherPlan, tensors: RowTensors) -> Call:
     parts = dst.split(sizes, dim=1)[:num_parts]
     memory = tuple((stride, row_alignment(part.data_ptr() | stride * part.element_size())) for part in parts)
     kernel = _rows_kernel(plan.cache, plan.dtype, page_alignments(tensors), memory)
-    places = (x.clamp(max=choosing.INT32_MAX).to(torch.int32) for x in (block, token))
     scales = scale_arrays(plan.cache, (k_scale, v_scale))
-    return Call(kernel, (num_rows,), (*places, *scales, *(key_cache, value_cache)[:num_parts], *parts), num_rows)
+    return Call(kernel, (num_rows,), (block, token, *scales, *(key_cache, value_cache)[:num_parts], *parts), num_rows)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -113,7 +127,7 @@ def _of_copied_blocks(plan: GatherPlan, tensors: ReadTensors) -> tuple[GatherPla
 
 def _of_copied_tokens(plan: GatherPlan, tensors: RowTensors) -> tuple[GatherPlan, RowTensors]:
     """The same gather of copies of its tokens, each in a block of its own."""
-    row = torch.arange(len(tensors.block), device=tensors.block.device)
+    row = torch.arange(len(tensors.block), dtype=torch.int32, device=tensors.block.device)
     index = tensors.block.clamp(min=0)[:, None], tensors.token[:, None]
     cache, keys, values = _copied(plan.cache, tensors, index)
     own = tensors._replace(block=torch.where(tensors.block >= 0, row, -1), token=torch.zeros_like(row))

@@ -12,15 +12,15 @@ from kvjax_torch.arguments.plan import (
     AttentionPlan,
     GatherPlan,
     RaggedPlan,
+    RangeTensors,
     ReadTensors,
     RopeInputs,
     RopePlan,
-    RowTensors,
     WritePlan,
     WriteTensors,
 )
 from kvjax_torch.calls import choosing, gathering, writing
-from kvjax_torch.cuda import reads
+from kvjax_torch.cuda import ragged, ragged_step, reads
 from kvjax_torch.eager import dense
 from kvjax_torch.eager.rotation import rotate
 from kvjax_torch.launch import running
@@ -58,7 +58,7 @@ def rotate_and_write(
 
 def compile_kernels(
     writes: Sequence[tuple[WritePlan, WriteTensors]],
-    gather: tuple[GatherPlan, RowTensors],
+    gather: tuple[GatherPlan, RangeTensors],
     attended: Sequence[tuple[AttentionPlan, ReadTensors]],
     unique_slots: bool,
 ) -> None:
@@ -66,14 +66,19 @@ def compile_kernels(
     device = gather[1].key_cache.device
     running.check_capability(device.index)
     whole, every = [], list[kernels.AnyCount]()
-    for plan, tensors in attended:
+    alone = [(ragged_step.decoding_alone(plan), x) for plan, x in attended if ragged_step.are_alone(plan)]
+    for plan, tensors in (*attended, *alone):
         parts = reads.parts_of(plan, 1, tensors)
         every += [kernel for part, _, _ in parts for kernel in reads.kernels_of_part(part, tensors)]
         if not parts:  # what torch attends to is gathered
             whole.append((dense.as_gather(plan), tensors))
+    for plan, _ in attended:
+        every += ragged_step.kernels_of(plan, None)
     with choosing.one_at_a_time:
         calls = [writing.write_call(*each, unique_slots) for each in writes]
-        calls += [gathering.rows_call(*gather), *(gathering.gather_call(*each) for each in whole)]
+        places = gathering.places_call(*gather)
+        calls += [places, gathering.rows_call(gather[0], gather[1].at(*places.tensors[-2:]))]
+        calls += [*(gathering.gather_call(*each) for each in whole)]
     running.compile_all([*every, *(call.kernel for call in calls)], device)
 
 
@@ -102,22 +107,7 @@ def attend_ragged(
     """`mla_ragged_paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
 
     Every sequence is padded to as many query tokens, its own last, so that the host need not know their numbers: to a
-    power of two, so that few kernels are compiled where `max_q_len` varies.
+    power of two, so that few kernels are compiled where `max_q_len` varies. So all decode, and none is a prompt.
     """
-    q_len, (num_tokens, num_heads, _) = 1 << (plan.max_q_len - 1).bit_length(), query.shape
-    rank = plan.attention.cache.spec.head_size_v
-    # One row more, for those of the padding.
-    outs = query.new_zeros((num_tokens + 1, num_heads, rank))
-    lses = query.new_full((num_tokens + 1, num_heads), -torch.inf, dtype=torch.float32)
-    if num_tokens and tensors.block_table.numel():
-        bounds = cu_q_lens.to(torch.int64).clamp(0, num_tokens)
-        first, end = bounds[:-1, None], bounds[1:, None]
-        row = end - q_len + torch.arange(q_len, device=query.device)
-        is_own = (row >= first) & (end - first <= plan.max_q_len)
-        padded = query[row.clamp(0, num_tokens - 1)]
-        results = reads.attend(dataclasses.replace(plan.attention, q_len=q_len), padded, tensors, sinks)
-        index = torch.where(is_own, row, num_tokens).flatten()
-        for whole, part in zip((outs, lses), results, strict=True):
-            whole[index] = part.flatten(0, 1)
-    lse = lses[:-1].clone()
-    return outs[:-1].clone() if out is None else out.copy_(outs[:-1]), lse
+    attention = dataclasses.replace(plan.attention, q_len=1 << (plan.max_q_len - 1).bit_length())
+    return ragged.attend(RaggedPlan(attention, plan.max_q_len, 0), query, tensors, cu_q_lens, sinks, out)

@@ -61,7 +61,8 @@ def attend(
     rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
     step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse)
     of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))
-    step_kernels = ragged_step.kernels_of(attention, step, of_prompts.attention.window)
+    window = of_prompts.attention.window if plan.max_prompts else None
+    step_kernels = ragged_step.kernels_of(attention, window, is_aligned=out.data_ptr() % 4 == 0)
     lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
     own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
     running.compile_once((*step_kernels, *(() if own is None else own.every)), query.device)
@@ -99,7 +100,6 @@ def _decode(plan: AttentionPlan, step: RaggedStep, packed: PackedRows) -> tuple[
     rows, table = packed.rows, step.tensors.block_table
     if ragged_step.are_alone(plan):
         table, rows = table.repeat_interleave(plan.q_len, dim=0), rows.flatten(0, 1)[:, None]
-        plan = dataclasses.replace(plan, q_len=1)
     tensors = step.tensors._replace(block_table=table, seq_lens=packed.lens)
-    out, lse = reads.attend(plan, rows, tensors, step.sinks)
+    out, lse = reads.attend(ragged_step.decoding_alone(plan), rows, tensors, step.sinks)
     return out.flatten(0, 1), lse.flatten(0, 1)

@@ -72,12 +72,7 @@ class RaggedStep:
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
-        num_seqs, width = self.tensors.block_table.shape
-        table = choosing.int32(self.tensors.block_table, -1, self.num_blocks)
-        stride = table.stride(0) if num_seqs > 1 else width
-        if num_seqs * stride > choosing.INT32_MAX:
-            table, stride = table.contiguous(), width
-        return table, stride
+        return choosing.table(self.tensors.block_table, self.num_blocks)
 
     @property
     def num_blocks(self) -> int:
@@ -91,6 +86,11 @@ def are_alone(plan: AttentionPlan) -> bool:
     The window of a row that a sequence does not have would reach before those of its rows, where memory may hold NaN.
     """
     return plan.window is not None and plan.q_len > 1
+
+
+def decoding_alone(plan: AttentionPlan) -> AttentionPlan:
+    """The plan of attention to packed rows."""
+    return dataclasses.replace(plan, q_len=1) if are_alone(plan) else plan
 
 
 def runs(query: torch.Tensor, least: int) -> torch.Tensor:
@@ -124,16 +124,20 @@ class StepKernels(NamedTuple):
     place: kernels.AnyCount
 
 
-def kernels_of(plan: AttentionPlan, step: RaggedStep, window: int | None) -> StepKernels:
-    """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all."""
-    is_aligned = step.out.data_ptr() % 4 == 0
-    results = kernels.Units.of(plan.num_heads * plan.cache.spec.head_size_v, numpy_dtype(plan.dtype), is_aligned)
+def kernels_of(plan: AttentionPlan, window: int | None, *, is_aligned: bool = True) -> StepKernels:
+    """The kernels of a step whose rows see `window` tokens if they are a prompt's; None for all.
+
+    `is_aligned` says whether 4 divides the address of the results.
+    """
+    spec, dtype = plan.cache.spec, numpy_dtype(plan.dtype)
+    query = kernels.Units.of(plan.num_heads * spec.head_size, dtype)
+    results = kernels.Units.of(plan.num_heads * spec.head_size_v, dtype, is_aligned)
     kind = kernels.StepKind(
-        plan.cache.spec.block_size,
+        spec.block_size,
         window,
         plan.q_len,
         are_alone(plan),
-        _units(step.query),
+        query,
         results,
         plan.num_heads,
         plan.has_sinks,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvjax import UnsupportedError, kernels
-from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, ReadTensors, RowTensors
+from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, RangeTensors, ReadTensors
 from kvjax_torch.calls import arrays, attending, choosing, gathering
 from kvjax_torch.eager import dense
 from kvjax_torch.launch import running
@@ -24,11 +24,14 @@ def gather(plan: GatherPlan, tensors: ReadTensors) -> tuple[torch.Tensor, torch.
     return keys, values[0] if values else keys[..., :0]
 
 
-def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
+def gather_rows(plan: GatherPlan, tensors: RangeTensors) -> None:
     """`gather_and_maybe_dequant_cache` of CUDA tensors that `plan` describes."""
     running.check_capability(tensors.key_cache.get_device())
     with choosing.one_at_a_time:
-        call = gathering.rows_call(plan, tensors)
+        places = gathering.places_call(plan, tensors)
+    running.run(places)
+    with choosing.one_at_a_time:
+        call = gathering.rows_call(plan, tensors.at(*places.tensors[-2:]))
     running.run(call)
     parts = tensors.dst.split(plan.cache.spec.part_sizes, dim=1)
     for own, filled in zip(parts, call.tensors[-plan.cache.num_parts :], strict=False):

@@ -27,10 +27,10 @@ from kvjax_torch.arguments.plan import (
     CachePlan,
     GatherPlan,
     RaggedPlan,
+    RangeTensors,
     ReadTensors,
     RopeInputs,
     RopePlan,
-    RowTensors,
     WritePlan,
     WriteTensors,
 )
@@ -111,11 +111,10 @@ def _decoded(plan: GatherPlan, tensors: ReadTensors, is_there: torch.Tensor) -> 
     return keys, values
 
 
-def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
+def gather_rows(plan: GatherPlan, tensors: RangeTensors) -> None:
     """`gather_and_maybe_dequant_cache` of CPU tensors that `plan` describes."""
     spec, dst = plan.cache.spec, tensors.dst.zero_()
-    [row] = (tensors.block >= 0).nonzero(as_tuple=True)
-    block, token = tensors.block[row], tensors.token[row]
+    row, block, token = _places_of_rows(tensors, spec.block_size)
     keys, values = dst.split(spec.part_sizes, dim=1)
     if not spec.dtype.is_quantized:
         for into, cache in ((keys, tensors.key_cache), (values, tensors.value_cache)):
@@ -126,8 +125,28 @@ def gather_rows(plan: GatherPlan, tensors: RowTensors) -> None:
             into[row[part]] = rows[:, 0]
 
 
+def _places_of_rows(tensors: RangeTensors, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows that have a token, its block, and its index there, int64."""
+    table, bounds = tensors.block_table, tensors.cu_seq_lens.to(torch.int64)
+    row, (num_seqs, max_blocks) = torch.arange(tensors.dst.shape[0], device="cpu"), table.shape
+    if not num_seqs or not max_blocks:
+        return row[:0], row[:0], row[:0]
+    if tensors.token_to_seq is None:
+        seq = torch.searchsorted(bounds[1:].contiguous(), row, right=True).clamp(max=num_seqs - 1)
+    else:
+        seq = tensors.token_to_seq[: len(row)].to(torch.int64).clamp(0, num_seqs - 1)
+    position = row - bounds[seq]
+    if tensors.seq_starts is not None:
+        position = position + tensors.seq_starts.to(torch.int64).clamp(min=0)[seq]
+    column = position // block_size
+    block = table[seq, column.clamp(0, max_blocks - 1)].to(torch.int64)
+    is_token = (row >= bounds[seq]) & (row < bounds[seq + 1]) & (column < max_blocks)
+    is_token &= dense.is_block(block, tensors.num_blocks)
+    return row[is_token], block[is_token], (position % block_size)[is_token]
+
+
 def _decoded_tokens(
-    plan: GatherPlan, tensors: ReadTensors | RowTensors, slot: torch.Tensor
+    plan: GatherPlan, tensors: ReadTensors | RangeTensors, slot: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """The tokens of slots of a quantized cache, by chunks of them: keys and values `[.., num_kv_heads, size]`."""
     spec, pages = plan.cache.spec, _one_token_pages(plan.cache.spec)
@@ -377,7 +396,7 @@ def _scales(spec: AttentionSpec, *scales: torch.Tensor) -> list[np.ndarray]:
 
 
 def _row_pairs(
-    plan: CachePlan, tensors: WriteTensors | ReadTensors | RowTensors, pages: AttentionSpec
+    plan: CachePlan, tensors: WriteTensors | ReadTensors | RangeTensors, pages: AttentionSpec
 ) -> Iterator[tuple[torch.Tensor, PageRegion, PageRegion]]:
     """For data and scales, of keys and of values: the tensor, its rows, and the rows of one-token pages."""
     k, v = pages.regions

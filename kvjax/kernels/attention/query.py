@@ -16,6 +16,7 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.keys import KeyRows, Keys
 from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
+from kvjax.kernels.attention.ring import divided, remainder
 from kvjax.kernels.attention.softmax import LOG2_E
 from kvjax.kernels.attention.warp import Warp
 
@@ -59,7 +60,7 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Pla
     loaded: list[list[jax.Array]] = []
     for tile in range(problem.tiles):
         row = warp.row + tile * COLUMNS
-        token, head = row // problem.group, row % problem.group
+        token, head = divided(row, problem.group), remainder(row, problem.group)
         a_sequence, a_token = problem.query_strides
         index = place.sequence * a_sequence + token * a_token + head * problem.spec.head_size
         index = index + place.first + warp.column * rows.unit_elements

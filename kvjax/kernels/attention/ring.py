@@ -245,7 +245,7 @@ class Ring:
             if token is not None:
                 # A swizzled row holds the scales of four tokens, which are copied together and are in one block.
                 size = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
-                first = (first + token.value) // size * size
+                first = (first + token.value) & -size
             wanted = (first + (size - 1) >= start) & (first < end)
             block = lanes.load_global(self.table, entries + divided(first, self.plan.block_size), wanted, -1)
             exists = block < self.num_blocks  # as unsigned: negative entries are large

@@ -95,7 +95,7 @@ class Seen:
         for half in range(2):
             position, is_there = self.is_there(start, entries, span, self.plan.token(self.warp.row, half))
             for number, query_row in enumerate(self.query_rows()):
-                end = span.length - (problem.q_len - 1) + query_row // problem.group
+                end = span.length - (problem.q_len - 1) + divided(query_row, problem.group)
                 seen = is_there & (position < end)
                 if problem.window is not None:
                     seen &= position >= end - problem.window

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref, Scalar
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem, Refs
+from kvjax.kernels.attention.ring import divided, remainder
 from kvjax.kernels.attention.softmax import State, Sums, normalized, sink
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES
@@ -156,7 +157,8 @@ class Segments:
         problem = self.problem
         for row in range(2 * problem.tiles):
             query_row = row // 2 * COLUMNS + 2 * self.warp.column + row % 2
-            token, head = query_row // problem.group, self.warp.kv_head * problem.group + query_row % problem.group
+            token = divided(query_row, problem.group)
+            head = self.warp.kv_head * problem.group + remainder(query_row, problem.group)
             yield row, query_row < problem.rows, token, head
 
     def store_result(

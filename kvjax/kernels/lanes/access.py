@@ -105,7 +105,7 @@ def store_shared(
 
     types = plgpu.RefType(transforms), LAYOUT, LAYOUT, *((LAYOUT,) * len(words))
     words = [bits(word, jnp.uint32) for word in words]
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, offsets, condition.astype(jnp.int32), *words)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, offsets, condition, *words)
 
 
 def bytes_at(ref: Ref, offsets: jax.Array, size: int) -> jax.Array:
@@ -152,7 +152,7 @@ def load_global(ref: Ref, index: jax.Array, condition: jax.Array | None = None, 
         [value] = ptx.inline(code, [address, *map(to_word, condition)], [i32], side_effects=True)
         return (from_word(value, np.uint32),)
 
-    extra = [] if condition is None else [condition.astype(jnp.int32)]
+    extra = [] if condition is None else [condition]
     shapes = (plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT),)
     types = plgpu.RefType(), LAYOUT, *((LAYOUT,) * len(extra))
     return plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)(ref, index, *extra)[0]
@@ -170,7 +170,7 @@ def prefetch_global(ref: Ref, index: jax.Array, condition: jax.Array) -> None:
 
     ref_dtype = ref.dtype
     types = plgpu.RefType(), LAYOUT, LAYOUT
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32))
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition)
 
 
 def store_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
@@ -197,7 +197,7 @@ def store_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Ar
         ptx.inline(code, [address, to_word(value), to_word(condition)], [], side_effects=True)
 
     types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition)
 
 
 def store_global_words(ref: Ref, index: jax.Array, words: Sequence[jax.Array], condition: jax.Array) -> None:
@@ -221,7 +221,7 @@ def store_global_words(ref: Ref, index: jax.Array, words: Sequence[jax.Array], c
 
     types = plgpu.RefType(), *((LAYOUT,) * (2 + len(words)))
     words = [bits(word, jnp.uint32) for word in words]
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition.astype(jnp.int32), *words)
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, condition, *words)
 
 
 def max_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Array) -> None:
@@ -240,7 +240,7 @@ def max_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Arra
         ptx.inline(code, [address, to_word(value), to_word(condition)], [], side_effects=True)
 
     types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition.astype(jnp.int32))
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, index, value, condition)
 
 
 def global_address(ref: Lowered, index: Value, itemsize: int) -> Value:

@@ -145,7 +145,7 @@ def copy_async(destination: Ref, sources: Sequence[Ref], copy: Copy) -> None:
         ptx.inline(code, [to_address, address, to_word(condition)], [], clobber="~{memory}")
 
     types = plgpu.RefType(), plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT, LAYOUT
-    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition.astype(jnp.int32))
+    plgpu.inline_mgpu(arg_types=types)(run)(destination, source, to, row, offset, condition)
 
 
 class Chunks(NamedTuple):
@@ -190,7 +190,7 @@ def copy_or_clear(destination: Ref, transforms: tuple[Any, ...], source: Ref, ch
 
     arrays = [chunks.to, chunks.page.astype(jnp.int32), chunks.offset, chunks.size]
     if chunks.condition is not None:
-        arrays.append(chunks.condition.astype(jnp.int32))
+        arrays.append(chunks.condition)
     types = plgpu.RefType(transforms), plgpu.RefType(), *[LAYOUT] * len(arrays)
     plgpu.inline_mgpu(arg_types=types)(run)(destination, source, *arrays)
 
@@ -288,7 +288,7 @@ def copy_bulk(
 
     registers = [splat(index, jnp.int32)]
     for copy in copies:
-        registers += [copy.to, copy.row, copy.offset, copy.condition.astype(jnp.int32)]
+        registers += [copy.to, copy.row, copy.offset, copy.condition]
     registers += [copy.size for copy in copies if not isinstance(copy.size, int)]
     types = plgpu.RefType(transforms), *((plgpu.RefType(),) * (len(sources) + 1)), *((LAYOUT,) * len(registers))
     plgpu.inline_mgpu(arg_types=types)(run)(destination, *sources, barriers, *registers)

@@ -156,7 +156,7 @@ def any_in_warp(mask: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
-    found = plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(run)(mask.astype(jnp.int32))
+    found = plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=result)(run)(mask)
     return found != 0
 
 

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, vector
 
 from kvjax.kernels import compat, ptx
 from kvjax.kernels.aliases import Context, DType, DTypeLike, Lowered, Scalar, Value
@@ -75,9 +75,14 @@ def asm(
 
 
 def to_word(x: Lowered) -> Value:
-    """The only register of a thread, as a value of MLIR."""
+    """The only register of a thread, as a value of MLIR; a bool as int32.
+
+    In jax 0.11.2 each conversion of a bool by Mosaic GPU asks ptxas for its version, which takes longer than all else.
+    """
     [register] = x.registers.flat
-    return vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+    value = vector.extract(register, [], [0]) if isinstance(register.type, ir.VectorType) else register
+    is_bool = value.type == ir.IntegerType.get_signless(1)
+    return arith.extui(ir.IntegerType.get_signless(32), value) if is_bool else value
 
 
 def from_word(value: Value, dtype: DTypeLike) -> Lowered:
