@@ -113,6 +113,15 @@ def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
         suite.assert_right(problem, *problem.run(attend))
 
 
+@pytest.fixture
+def several_parts(monkeypatch: pytest.MonkeyPatch):
+    """Batch-invariant calls divide sequences into parts of two stages and of more."""
+    monkeypatch.setattr(choice, "MAX_TILES", 2)
+    monkeypatch.setattr(choice, "PART_TOKENS", 64)
+    monkeypatch.setattr(schedule, "MAX_PARTS", 3)
+    return functools.partial(attend, batch_invariant=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",
@@ -122,15 +131,13 @@ def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
     ],
     ids=str,
 )
-def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, monkeypatch):
-    """Of parts of two stages and of more, several to a sequence."""
-    monkeypatch.setattr(choice, "MAX_TILES", 2)
-    monkeypatch.setattr(choice, "PART_TOKENS", 64)
-    monkeypatch.setattr(schedule, "MAX_PARTS", 3)
-    run = functools.partial(attend, batch_invariant=True)
-    problem = suite.build(case)
-    suite.assert_right(problem, *problem.run(run))
-    suite.check_alone(case, run, sequences=range(len(case.seq_lens)))
+def test_interpreted_a_sequence_has_its_bits_in_every_batch(case, several_parts):
+    suite.check_alone(case, several_parts, sequences=range(len(case.seq_lens)))
+
+
+def test_interpreted_parts_of_each_sequence_are_merged(several_parts):
+    problem = suite.build(Case("bfloat16", lengths=(400, 10, 400), num_kv_heads=1, group=1))
+    suite.assert_right(problem, *problem.run(several_parts))
 
 
 @pytest.mark.parametrize("window", [None, 700])
