@@ -31,7 +31,7 @@ CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a sou
   setproctitle uvicorn uvloop
 # jax before that of constraints.txt: the oldest supported, and the last of 0.11.
 COMPAT_JAX := 0.11.1 0.11.2
-# The oldest transformers and torch supported; constraints.txt has the newest.
+# The oldest transformers and torch supported; constraints.txt has the newest tested.
 OLDEST_TRANSFORMERS := transformers==5.17.0 torch==2.11.0
 
 comma := ,
@@ -69,12 +69,12 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 	  $(PYTHON) -m pytest -n 8 --dist loadgroup -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) test-oldest-transformers
-test-compat: ## the CPU tests on the oldest and the newest jax, those of transformers on the oldest transformers and torch
+test-compat: ## the CPU tests on each jax before the lock's, those of torch and transformers on the oldest of both
 
 .PHONY: test-oldest-transformers
 test-oldest-transformers: $(OLDEST_ENV)/.installed
 	JAX_PLATFORMS=cpu $(OLDEST_ENV)/bin/python -m pytest -n 2 --dist worksteal \
-	  $(shell grep -l transformers tests/test_*.py) $(ARGS)
+	  $(shell grep -lE 'torch|transformers' tests/test_*.py) $(ARGS)
 
 # sglang-jax only where its source tree is named.
 test-clients: $(patsubst %,test-client-%,$(if $(SGLANG_JAX),$(CLIENTS),$(filter-out sglang_jax,$(CLIENTS))))
