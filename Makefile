@@ -29,8 +29,9 @@ CLIENT_sglang_jax = $(if $(SGLANG_JAX),,$(error expected SGLANG_JAX=/path, a sou
   jax==0.11.2 flax==0.12.12 transformers==4.57.6 llguidance==1.3.0 torch fastapi httpx jinja2 msgpack orjson \
   partial_json_parser pathwaysutils pillow prometheus-client psutil pybase64 python-multipart pyzmq requests \
   setproctitle uvicorn uvloop
-COMPAT_JAX := 0.11.1 0.12.0.1
-# The oldest transformers and torch supported; constraints.txt has the newest.
+# jax before that of constraints.txt: the oldest supported, and the last of 0.11.
+COMPAT_JAX := 0.11.1 0.11.2
+# The oldest transformers and torch supported; constraints.txt has the newest tested.
 OLDEST_TRANSFORMERS := transformers==5.17.0 torch==2.11.0
 
 comma := ,
@@ -68,12 +69,12 @@ test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=py
 	  $(PYTHON) -m pytest -n 8 --dist loadgroup -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) test-oldest-transformers
-test-compat: ## the CPU tests on the oldest and the newest jax, those of transformers on the oldest transformers and torch
+test-compat: ## the CPU tests on each jax before the lock's, those of torch and transformers on the oldest of both
 
 .PHONY: test-oldest-transformers
 test-oldest-transformers: $(OLDEST_ENV)/.installed
 	JAX_PLATFORMS=cpu $(OLDEST_ENV)/bin/python -m pytest -n 2 --dist worksteal \
-	  $(shell grep -l transformers tests/test_*.py) $(ARGS)
+	  $(shell grep -lE 'torch|transformers' tests/test_*.py) $(ARGS)
 
 # sglang-jax only where its source tree is named.
 test-clients: $(patsubst %,test-client-%,$(if $(SGLANG_JAX),$(CLIENTS),$(filter-out sglang_jax,$(CLIENTS))))
@@ -166,13 +167,15 @@ $(DOCS_ENV)/.installed: pyproject.toml constraints.txt
 $(COMPAT_JAX:%=test-jax-%): test-jax-%: .venv-jax-%/.installed
 	JAX_PLATFORMS=cpu .venv-jax-$*/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# The plugin loads only into the jax of its own version. All else is of the lock.
-$(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: pyproject.toml constraints.txt
-	@mkdir -p build
-	@grep -v '^jax' constraints.txt >build/constraints-without-jax.txt
-	@PIP_CONSTRAINT=build/constraints-without-jax.txt tools/setup_env.sh .venv-jax-$* -e '.[test]' \
-	  jax==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+# jax and its plugin, which loads only into the jax of its own version. All else is that of DEV_ENV, which Python looks
+# through after this environment: another torch would take gigabytes.
+$(COMPAT_JAX:%=.venv-jax-%/.installed): .venv-jax-%/.installed: $(DEV_ENV)/.installed
+	@PYTHON=$(DEV_ENV)/bin/python tools/setup_env.sh .venv-jax-$* --no-deps \
+	  jax==$* jaxlib==$* jax-cuda13-plugin==$* jax-cuda13-pjrt==$*
+	@echo "import site; site.addsitedir('$(call packages_of,$(DEV_ENV))')" >"$(call packages_of,.venv-jax-$*)/dev_env.pth"
 	@touch $@
+
+packages_of = $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 $(OLDEST_ENV)/.installed: pyproject.toml constraints.txt Makefile
 	@mkdir -p build

@@ -200,7 +200,7 @@ def ieee_reciprocal(x):
 STEPS = r"MUFU\.RCP (R\d+), (R\d+) .*FFMA (R\d+), \2, \1, -1 .*FADD\.FTZ (R\d+), -\3, .*FFMA R\d+, \1, \4, \1 "
 
 
-EXTREMES = r"IADD3 R.*, 0x1800000,.*LOP3.LUT R.*, 0x7f800000,.*ISETP.GT.U32.AND P0,.*, 0x1ffffff,"
+EXTREMES = r"(IADD3|VIADD) R.*, 0x1800000\b.*LOP3.LUT R.*, 0x7f800000,.*ISETP.GT.U32.AND P0,.*, 0x1ffffff,"
 
 
 @pytest.mark.skipif(gpu_compile.folder_of_nvdisasm() is None, reason="needs nvdisasm, of CUDA's toolkit or of triton")

@@ -13,7 +13,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import mla_reference
-from support.helpers import INPUT_DTYPES, SPECIALS, assert_same_bytes, assert_same_floats, matrix, page_bytes, poisoned
+from support.helpers import (
+    INPUT_DTYPES,
+    SPECIALS,
+    assert_same_bytes,
+    assert_same_floats,
+    matrix,
+    page_bytes,
+    poisoned,
+    skip_if_copied,
+)
 
 import kvjax
 from kvjax import (
@@ -148,6 +157,7 @@ def test_fp8_ds_mla_of_blocks_of_one_magnitude(value: float):
 def test_a_donated_cache_is_written_in_place(dtype: str):
     spec = spec_of(dtype)
     cache = KVCache.allocate(spec, 256, num_layers=3)
+    skip_if_copied(cache)
     kv_c, k_pe = tokens(9, (512, 64), ml_dtypes.bfloat16)
 
     def write(cache: KVCache, kv_c: Any, k_pe: Any, slots: Any) -> KVCache:

@@ -156,9 +156,12 @@ def requirements_of(project: dict[str, Any], extras: Iterable[str]) -> Iterator[
             yield requirement
 
 
-def test_lock_has_a_version_that_each_requirement_allows():
+@pytest.mark.parametrize("python", ["3.12", "3.13"])
+def test_lock_has_a_version_that_each_requirement_allows(python: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    environment = {"python_version": python, "python_full_version": f"{python}.0"}
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(environment)]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
     requirements = list(requirements_of(project, LOCKED_EXTRAS))
     assert len(requirements) > 20
@@ -173,6 +176,14 @@ def test_makefile_locks_every_extra_that_its_environments_install():
     installed = re.findall(r"\$\(LOCKED\) tools/setup_env.sh \S+ -e '\.\[(.*)\]'", makefile)
     assert installed == ["smollm2", "$(subst $() ,,$(DEV_EXTRAS))", "test,fuzz", "docs,lint"]
     assert {"demo", "torch"} & set(LOCKED_EXTRAS) == set()  # `test` and `transformers` require these
+
+
+def test_nightly_workflow_runs_each_part_of_test_compat():
+    workflow, makefile = ((ROOT / name).read_text() for name in (".github/workflows/nightly.yml", "Makefile"))
+    [targets] = re.findall(r"target: \[(.*)\]", workflow)
+    [versions] = re.findall(r"^COMPAT_JAX := (.*)$", makefile, re.MULTILINE)
+    assert targets.split(", ") == [*(f"test-jax-{version}" for version in versions.split()), "test-oldest-transformers"]
+    assert "test-compat: $(COMPAT_JAX:%=test-jax-%) test-oldest-transformers\n" in makefile
 
 
 @pytest.mark.parametrize(

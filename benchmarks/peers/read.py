@@ -11,6 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.kernels import compat
+
 THREADS = 128
 VECTOR_WORDS = 4  # 4-byte words in the widest load
 VECTORS = 8  # loads per thread, all in flight at once
@@ -43,7 +45,7 @@ def read_alone(words: Any, found: Any) -> None:
     block = lax.axis_index("block")
     layout = plgpu.Layout.WG_STRIDED((LOAD_WORDS,), vec_size=VECTOR_WORDS)
     parts = [pl.ds(block * BLOCK_WORDS + number * LOAD_WORDS, LOAD_WORDS) for number in range(VECTORS)]
-    loaded = [plgpu.load(words.at[part], layout=layout, optimized=False) for part in parts]
+    loaded = [compat.load(words.at[part], layout) for part in parts]
     found[block] = jnp.sum(functools.reduce(jnp.bitwise_xor, loaded))
 
 

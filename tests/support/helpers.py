@@ -36,6 +36,9 @@ FP8_NAMES = tuple(dtype.value for dtype in FP8_DTYPES)
 FEW_DTYPES = (KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4)
 """One of each kind: stored as they are, in 8 bits with a scale, in rows or in blocks with scales of their own."""
 
+WIDENS_BFLOAT16 = jax.__version_info__ < (0, 11, 2) and jax.default_backend() == "cpu"
+"""Whether XLA moves bfloat16 in float32: it copies a whole cache, and each NaN becomes 0x7fc0 with its sign."""
+
 _STATIC = ("unique_slots", "implementation")
 _write = jax.jit(kvjax.reshape_and_cache_flash, static_argnames=_STATIC, donate_argnames="cache")
 
@@ -121,11 +124,23 @@ def simple_spec(dtype: KVCacheDType = KVCacheDType.BFLOAT16, **changes: Any) -> 
     return FullAttentionSpec(**{"block_size": 8, "num_kv_heads": 2, "head_size": 64, "dtype": dtype, **changes})
 
 
+def skip_if_copied(caches: Any) -> None:
+    """Skips a test of the memory of programs that are given these pytrees, where XLA copies one of them."""
+    if WIDENS_BFLOAT16 and any(leaf.dtype == ml_dtypes.bfloat16 for leaf in jax.tree.leaves(caches)):
+        pytest.skip("XLA of jax 0.11.1 on a CPU copies caches of bfloat16")
+
+
 def assert_same_bytes(got: np.ndarray, expected: np.ndarray) -> None:
-    """Compares arrays of any dtype by their bytes, and says where the first difference is."""
+    """Compares arrays of any dtype by their bytes, and says where the first difference is.
+
+    Where `WIDENS_BFLOAT16`, two bytes that may be a NaN of bfloat16 may be another one.
+    """
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     got, expected = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (got, expected))
-    if (different := np.flatnonzero(got != expected)).size:
+    differs = got != expected
+    if WIDENS_BFLOAT16 and got.size % 2 == 0:
+        differs &= ~np.repeat(np.all([np.isnan(x.view(ml_dtypes.bfloat16)) for x in (got, expected)], axis=0), 2)
+    if (different := np.flatnonzero(differs)).size:
         first = different[0]
         raise AssertionError(
             f"{different.size} of {got.size} bytes differ, first at {first}: {got[first]:#x}, not {expected[first]:#x}"

@@ -222,8 +222,8 @@ class LatentDecode:
             is_mixed |= first_token < segment.length - problem.window
 
         def mask(logits: jax.Array) -> jax.Array:
-            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + self.first_row
-            token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_token
+            row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + self.first_row
+            token = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + first_token
             position = lax.div(row, jnp.full_like(row, problem.num_heads)) + (segment.length - problem.q_len)
             sees = token <= position
             if problem.window is not None:

@@ -351,8 +351,8 @@ class RowWarpgroup:
         config = self.config
         first_token = self.memory.first_token(self.item.prompt, tile, config.tokens)
         shape = logits.shape
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
-        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_token
+        row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + first
+        token = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + first_token
         sees = (token <= row) & (token >= tile * config.tokens)
         if self.problem.window is not None:
             sees &= token > row - self.problem.window
