@@ -40,7 +40,8 @@ from kvjax.kernels.memory import (
     with_origin,
 )
 from kvjax.kernels.page_tokens import GatherOperand, decode_tokens
-from kvjax.kernels.prompts import fp8, kernel_of
+from kvjax.kernels.prompts import fp8
+from kvjax.kernels.prompts.launch import kernel_of
 from kvjax.kernels.prompts.lot import COUNTS, FOUND, NUMBERS, LotTokens, tile_arguments
 from kvjax.kernels.prompts.memory import CallerMemory
 from kvjax.kernels.prompts.problem import TOKENS, PromptProblem, choose
