@@ -22,7 +22,7 @@ from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import arithmetic, compat, decoding, nvfp4
 from kvjax.kernels.aliases import DType, DTypeLike, Layout, Ref, Scalar
-from kvjax.kernels.memory import Rows
+from kvjax.kernels.launchable import Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec

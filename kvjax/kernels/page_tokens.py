@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.aliases import DType, Layout, Ref, Scalar
 from kvjax.kernels.codecs import Codec, RowCodec
-from kvjax.kernels.memory import Pages
+from kvjax.kernels.launchable import Pages
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec

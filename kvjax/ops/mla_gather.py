@@ -15,7 +15,7 @@ from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages, pages_of
 from kvjax.kernels import gather_rows as kernel
 from kvjax.kernels import row_places
-from kvjax.kernels.memory import page_dtypes
+from kvjax.kernels.launchable import page_dtypes
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,

@@ -27,7 +27,7 @@ from kvjax.kernels.attention.query import operand_of
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
-from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 
@@ -41,15 +41,15 @@ class Decode(StageLoop):
 
     @classmethod
     def of(
-        cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Ref, barriers: Ref
+        cls, problem: Problem, config: DecodeConfig, layout: StageLayout, refs: Refs, buffer: Ref, barriers: Ref
     ) -> Decode:
-        """The body, for a plan of its stages and its shared memory."""
+        """The body, for a layout of its stages and its shared memory."""
         warp = Warp.of(config)
-        ring = cls.ring_of(problem, config, plan, refs, (buffer, barriers), warp)
-        values = ValueRows(problem, plan, warp, buffer)
+        ring = cls.ring_of(problem, config, layout, refs, (buffer, barriers), warp)
+        values = ValueRows(problem, layout, warp, buffer)
         return cls(
             problem, config, refs, warp, ring, Segments(problem, config, refs, warp, values, buffer),
-            Seen(problem, plan, warp, refs, ring.num_blocks), Keys(problem, plan, warp, buffer), values,
+            Seen(problem, layout, warp, refs, ring.num_blocks), Keys(problem, layout, warp, buffer), values,
         )  # fmt: skip
 
     def query(self, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
@@ -100,6 +100,6 @@ class Decode(StageLoop):
         """The scales of the thread's rows of values of a tile; empty where rows have none."""
         if not self.problem.value_format.has_row_scales:
             return []
-        scales = self.warp.row_scales(self.values.plan, self.values.buffer, slot, tile, self.values.plan.values[1])
+        scales = self.warp.row_scales(self.values.layout, self.values.buffer, slot, tile, self.values.layout.values[1])
         seen = functools.partial(self.seen.row_scales, start + TILE * tile, entries, span)
         return list(lax.cond(needs_look, seen, list, scales))

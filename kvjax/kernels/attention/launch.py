@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import Kernel, Ref
-from kvjax.kernels.attention.choice import num_parts, scratch, stage_plan, too_many_parts
+from kvjax.kernels.attention.choice import num_parts, scratch, stage_layout, too_many_parts
 from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
 from kvjax.kernels.attention.problem import (
@@ -41,8 +41,8 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
 
 def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Ref, barriers: Ref) -> None:
     """The body of the decode kernel; `buffer` and `barriers` are shared memory."""
-    plan = stage_plan(problem, config.heads, config.groups * config.tiles)
-    Decode.of(problem, config, plan, refs, buffer, barriers).run()
+    layout = stage_layout(problem, config.heads, config.groups * config.tiles)
+    Decode.of(problem, config, layout, refs, buffer, barriers).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()) -> Kernel:

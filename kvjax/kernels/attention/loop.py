@@ -18,7 +18,7 @@ from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State
-from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES, THREADS
 
@@ -56,16 +56,16 @@ class StageLoop:
 
     @staticmethod
     def ring_of(
-        problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, shared: tuple[Ref, Ref], warp: Warp
+        problem: Problem, config: DecodeConfig, layout: StageLayout, refs: Refs, shared: tuple[Ref, Ref], warp: Warp
     ) -> Ring:
-        """The ring of a plan, in shared memory: a buffer and barriers."""
+        """The ring of a layout, in shared memory: a buffer and barriers."""
         layer, num_blocks = jnp.int32(0), jnp.int32(problem.num_blocks)
         if problem.has_layer:
             layer = refs.layer[0]
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return Ring(
-            plan, config.warps, config.slots, *shared, refs.pages, refs.table, lanes.splat(num_blocks, jnp.uint32),
-            problem.num_layers, layer, lax.axis_index("heads") * plan.heads,
+            layout, config.warps, config.slots, *shared, refs.pages, refs.table, lanes.splat(num_blocks, jnp.uint32),
+            problem.num_layers, layer, lax.axis_index("heads") * layout.heads,
             lax.axis_index("warpgroup") * THREADS + warp.thread,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import jax
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.formats import DECODED, Format
 from kvjax.kernels.attention.stages import TILE
-from kvjax.kernels.memory import Number, PageMemory, RowScaleMemory
+from kvjax.kernels.launchable import Number, PageMemory, RowScaleMemory
 from kvjax.spec import AttentionSpec
 
 COLUMNS = 8

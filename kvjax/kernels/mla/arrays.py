@@ -17,7 +17,7 @@ from kvjax.kernels.aliases import DType, Kernel, Ref
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, ReadArrays, Refs, Softmax
-from kvjax.kernels.memory import Number
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows

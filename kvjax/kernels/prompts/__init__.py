@@ -18,8 +18,8 @@ bias is -inf. Only tiles that some row does not see as a whole are masked.
 
 from kvjax.kernels.prompts import fp8 as fp8
 from kvjax.kernels.prompts.launch import attend as attend
-from kvjax.kernels.prompts.memory import Operands as Operands
-from kvjax.kernels.prompts.memory import RaggedOperands as RaggedOperands
+from kvjax.kernels.prompts.operands import Operands as Operands
+from kvjax.kernels.prompts.operands import RaggedOperands as RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
 from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from kvjax.kernels.prompts.problem import ROWS as ROWS

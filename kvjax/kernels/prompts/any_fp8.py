@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,
@@ -45,7 +45,7 @@ def any_units(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyC
     """Finds the largest block scales of the keys and values of each prompt and head that its rows see.
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, and the result: `units`
-    of `CallerMemory`, zeros before. The amount is the number of the tiles' tokens.
+    of `TiledArrays`, zeros before. The amount is the number of the tiles' tokens.
     """
     arguments = (*FOUND, *page_arguments(spec, pages), Argument("units", NUMBERS))
 

@@ -22,7 +22,7 @@ from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, warpgroups
 from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import Pages
+from kvjax.kernels.launchable import Pages
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.registers import THREADS
 from kvjax.pages import PageRegion, swizzled_position

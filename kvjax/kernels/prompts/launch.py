@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.memory import ArrayMemory, Operands, RaggedMemory, RaggedOperands
+from kvjax.kernels.prompts.operands import DenseArrays, Operands, RaggedArrays, RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT, ROWS, WARPGROUPS, PromptConfig, PromptProblem, block_shape
 from kvjax.kernels.prompts.queue import Claimed
 from kvjax.kernels.prompts.rows import Scratch, run
@@ -26,8 +26,8 @@ def attend(
 
     Args:
       operands: arrays.
-      out: reference to float16 or bfloat16 `[segments, num_tokens, num_heads, head_size_v]`.
-      lse: reference to float32 `[segments, num_tokens, num_heads]`, natural logarithms.
+      out: reference to float16 or bfloat16 `[splits, num_tokens, num_heads, head_size_v]`.
+      lse: reference to float32 `[splits, num_tokens, num_heads]`, natural logarithms.
       claims: reference to int32 `[num_prompts]`, 0; the kernel counts in the first one.
       problem: see there.
       config: how to launch it.
@@ -38,14 +38,14 @@ def attend(
         raise ValueError(f"got {query.shape[0]} rows and {num_tokens} tokens, expected what Operands describes")
     heads, rows = block_shape(query.shape[1], num_kv_heads)
     num_prompts = operands.q_lens.shape[0]
-    most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.segments
+    most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.splits
     names = type(operands)
     count = len(names._fields)
 
     def body(*refs: Ref) -> None:
-        arrays = RaggedMemory if names is RaggedOperands else ArrayMemory
-        memory = arrays(names(*refs[:count]), *refs[count : count + 3])
-        run(problem, config, memory, Scratch(*refs[count + 3 :]))
+        kind = RaggedArrays if names is RaggedOperands else DenseArrays
+        arrays = kind(names(*refs[:count]), *refs[count : count + 3])
+        run(problem, config, arrays, Scratch(*refs[count + 3 :]))
 
     sizes = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)

@@ -35,7 +35,7 @@ from kvjax.kernels import arithmetic, compat, tiles, warpgroups
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.memory import Memory, Stage
+from kvjax.kernels.prompts.operands import PromptArrays, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
 
@@ -76,7 +76,7 @@ class RowWarpgroup:
 
     problem: PromptProblem
     config: PromptConfig
-    memory: Memory
+    arrays: PromptArrays
     scratch: Scratch
     queue: Queue
     warpgroup: Scalar
@@ -89,7 +89,7 @@ class RowWarpgroup:
         warpgroups.store_numbers(self.scratch.claimed, *claimed)
         warpgroups.barrier()
         if self.is_fp8:
-            fp8.store_ones(self.scratch.values, self.memory.head_size_v)
+            fp8.store_ones(self.scratch.values, self.arrays.head_size_v)
             plgpu.commit_smem()
         span = self.item.span
         for ahead in range(self.config.stages):
@@ -114,11 +114,11 @@ class RowWarpgroup:
         Returns:
           What attends with the rows of the next item; they are in shared memory.
         """
-        memory, scratch, warpgroup, item = self.memory, self.scratch, self.warpgroup, self.item
-        size_v, span, stages = memory.head_size_v, item.span, self.config.stages
+        arrays, scratch, warpgroup, item = self.arrays, self.scratch, self.warpgroup, self.item
+        size_v, span, stages = arrays.head_size_v, item.span, self.config.stages
         columns = size_v + tiles.GROUP if self.is_fp8 else size_v
         own_query = scratch.query.at[warpgroup]
-        factor = memory.factor(item.prompt, item.head, item.kv_head) * LOG2_E
+        factor = arrays.factor(item.prompt, item.head, item.kv_head) * LOG2_E
         if self.is_fp8:
             factor = self.scale * factor
         # A row's logarithms are binary, those of `exp2`.
@@ -145,7 +145,7 @@ class RowWarpgroup:
         plain = functools.partial(self._tile, own_query, factor, False)
         # In fp8 products sum weights too.
         state = (acc, largest) if self.is_fp8 else (acc, largest, total, largest)
-        if self.problem.window is not None or not memory.is_aligned:
+        if self.problem.window is not None or not arrays.is_aligned:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
         acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
@@ -162,12 +162,12 @@ class RowWarpgroup:
         else:
             total, top = sums
             factor = self._rounding(top, largest, total)
-        sink = memory.sink(item.prompt, item.head) * LOG2_E
+        sink = arrays.sink(item.prompt, item.head) * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * memory.weight(
+        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * arrays.weight(
             item.prompt, item.head, item.kv_head
         )
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
@@ -176,7 +176,7 @@ class RowWarpgroup:
         base = self._copied_base
         start = item.base - base
         stop = jnp.minimum(item.base + ROWS, item.q_end) - base
-        out_ref, lse_ref, first = memory.out(item.segment, item.head)
+        out_ref, lse_ref, first = arrays.out(item.split, item.head)
         stored = first + base, start, stop
         warpgroups.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
         warpgroups.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
@@ -200,7 +200,7 @@ class RowWarpgroup:
     @property
     def _copied_base(self) -> Scalar:
         """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
-        return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
+        return jnp.clip(self.item.base, 0, self.arrays.num_rows - ROWS)
 
     def begin_item(self) -> RowWarpgroup:
         """Loads the rows of the first item."""
@@ -214,7 +214,7 @@ class RowWarpgroup:
 
     def load_query(self) -> jax.Array:
         """The item's rows, in registers."""
-        return self.memory.load_query(self._copied_base, self.item.head)
+        return self.arrays.load_query(self._copied_base, self.item.head)
 
     def store_query(self, rows: jax.Array) -> None:
         """Stores rows where `wgmma` reads them, in the dtype of the keys."""
@@ -226,7 +226,7 @@ class RowWarpgroup:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        warpgroups.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
+        warpgroups.fetch_add(self.arrays.claims, self.scratch.claimed.at[0])
         warpgroups.barrier()
         claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
@@ -244,7 +244,7 @@ class RowWarpgroup:
 
     def _wait(self, ready: Ref, tile: Scalar) -> None:
         number = self.step + tile - self.item.span.start
-        self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
+        self.arrays.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
     def _copy_keys(self, tile: Scalar) -> None:
         self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
@@ -267,8 +267,8 @@ class RowWarpgroup:
 
         @pl.when(copied < stop)
         def _() -> None:
-            first = self.memory.first_token(prompt, copied, self.config.tokens)
-            self.memory.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
+            first = self.arrays.first_token(prompt, copied, self.config.tokens)
+            self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
 
     def _arrive(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
@@ -323,7 +323,7 @@ class RowWarpgroup:
         if not self.is_fp8:
             self._arrive()
         self._wait(values_full, tile)
-        if is_masked and not self.memory.is_aligned:
+        if is_masked and not self.arrays.is_aligned:
             # Before its own turn, so that the other warpgroup, whose turn is later, finds it done.
             pl.when(self.warpgroup == 0)(functools.partial(self._clear_absent, tile))
         self._take_turn()
@@ -349,22 +349,22 @@ class RowWarpgroup:
         """Logits, -inf for the tokens that a row does not see."""
         first = self._copied_base - self.item.q_start + self.item.position
         config = self.config
-        first_token = self.memory.first_token(self.item.prompt, tile, config.tokens)
+        first_token = self.arrays.first_token(self.item.prompt, tile, config.tokens)
         shape = logits.shape
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + first
         token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_token
         sees = (token <= row) & (token >= tile * config.tokens)
         if self.problem.window is not None:
             sees &= token > row - self.problem.window
-        sees &= self.memory.is_present(self.item.prompt, first_token, token)
+        sees &= self.arrays.is_present(self.item.prompt, first_token, token)
         return jnp.where(sees, logits, -jnp.inf)
 
     def _clear_absent(self, tile: Scalar) -> None:
         """Clears the values of absent tokens, which may be NaN: a weight of 0 does not remove it."""
         prompt, size = self.item.prompt, self.config.tokens
-        first_token = self.memory.first_token(prompt, tile, size)
-        start = self.memory.first_present(prompt) - first_token
-        stop = self.memory.end(prompt) - first_token
+        first_token = self.arrays.first_token(prompt, tile, size)
+        start = self.arrays.first_present(prompt) - first_token
+        stop = self.arrays.end(prompt) - first_token
 
         @pl.when((start > 0) | (stop < size))
         def clear() -> None:
@@ -372,15 +372,15 @@ class RowWarpgroup:
             plgpu.commit_smem()
 
 
-def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
+def run(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scratch: Scratch) -> None:
     """The body of the kernel."""
-    queue = Queue(problem, config, memory)
+    queue = Queue(problem, config, arrays)
     warpgroup = lax.axis_index("warpgroup")
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
     def rows(item: Item, step: Scalar, *scale: Any) -> RowWarpgroup:
-        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step, *scale)
+        return RowWarpgroup(problem, config, arrays, scratch, queue, warpgroup, item, step, *scale)
 
     def state(of: RowWarpgroup) -> tuple[Any, ...]:
         return (of.item, of.step) if of.scale is None else (of.item, of.step, of.scale)

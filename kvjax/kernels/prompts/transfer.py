@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import DType, Ref, Scalar
-from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
+from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.registers import THREADS
 
 _AT_ONCE = 8

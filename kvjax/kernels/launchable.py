@@ -1,4 +1,4 @@
-"""Descriptions of the memory that kernels access: JAX arrays, or caller-owned memory.
+"""Kernels that launchers pass addresses to, and the rows and pages that these and kernels over JAX arrays access.
 
 For JAX arrays, sizes and addresses are known when a kernel is compiled. For caller-owned memory only strides and
 alignments are; sizes and addresses are known at launch, so that one kernel serves every launch.

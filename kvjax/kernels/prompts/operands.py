@@ -1,4 +1,4 @@
-"""The arrays of the prompt kernel: those of JAX, or caller-owned memory."""
+"""The operands of the prompt kernel, and how it reads and writes them: JAX's arrays, or caller-owned memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import Number
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS, TOKENS
 
@@ -36,7 +36,7 @@ class Operands(NamedTuple):
       first_absent: int32 `[num_prompts]`: all tokens before this one are present.
       ends: int32 `[num_prompts]`: no token from this one on is present.
       heads: float32 `[3, num_heads]` or, in fp8, `[num_prompts, 3, num_heads]`: a positive factor of the logits, one of
-        the results, and the sink, -inf for none. With several segments there must be none: each would count it.
+        the results, and the sink, -inf for none. With several splits there must be none: each would count it.
     """
 
     query: Ref
@@ -88,8 +88,8 @@ class Stage(NamedTuple):
     ready: Ref
 
 
-class Memory(Protocol):
-    """What the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
+class PromptArrays(Protocol):
+    """Accesses to what the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
 
     @property
     def num_heads(self) -> int:
@@ -147,7 +147,7 @@ class Memory(Protocol):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
         """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
 
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
+    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
@@ -167,8 +167,8 @@ def _by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayMemory:
-    """JAX's arrays: shapes are known, and copies have descriptors."""
+class DenseArrays:
+    """JAX's arrays of `Operands`: shapes are known, and copies have descriptors."""
 
     operands: Any
     out_ref: Ref
@@ -249,8 +249,8 @@ class ArrayMemory:
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.operands.bias.at[prompt], first, token)
 
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
-        return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
+    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
+        return self.out_ref.at[split, :, head], self.lse_ref.at[split, :, head], 0
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The last tile starts earlier, to end with the dense tokens.
@@ -275,7 +275,7 @@ class ArrayMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedMemory(ArrayMemory):
+class RaggedArrays(DenseArrays):
     """JAX's arrays of `RaggedOperands`."""
 
     @property
@@ -310,11 +310,11 @@ its row of the block table on. `first_seen` is the first token that a row sees.
 
 
 @dataclasses.dataclass(frozen=True)
-class CallerMemory:
+class TiledArrays:
     """Caller-owned memory, with keys and values in tiles.
 
     Attributes:
-      num_heads: as in `Memory`.
+      num_heads: as in `PromptArrays`.
       num_kv_heads: likewise.
       head_size: columns of keys.
       head_size_v: columns of values.
@@ -336,8 +336,8 @@ class CallerMemory:
       sinks: float32 `[num_heads]`, or None.
       units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
         `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
-      out_ref: `[num_segments * num_rows, num_heads, head_size_v]`.
-      lse_ref: `[num_segments * num_rows, num_heads]`.
+      out_ref: `[num_splits * num_rows, num_heads, head_size_v]`.
+      lse_ref: `[num_splits * num_rows, num_heads]`.
     """
 
     num_heads: int
@@ -415,8 +415,8 @@ class CallerMemory:
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.bias, prompt * self.num_tokens + first, token)
 
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
-        return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows
+    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
+        return self.out_ref.at[:, head], self.lse_ref.at[:, head], split * self.num_rows
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
