@@ -114,13 +114,13 @@ class Tiles:
       latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
       bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent.
       rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
-      turn: a barrier of the warpgroups in interpret mode, else None.
+      all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
     """
 
     latents: Ref
     bias: Ref
     rope: Any
-    turn: Any
+    all_stored: Any
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
@@ -175,16 +175,16 @@ class Tiles:
     def wait_for_warpgroups(self) -> None:
         """A barrier of all threads, after which what they have stored is where tensor cores see it."""
         if compat.interpreting():
-            self.wait()
+            self.wait_for_copies()
         else:
             lanes.wait_before_copies()
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
         if compat.interpreting():
             plgpu.commit_smem()
-            plgpu.barrier_arrive(self.turn)
-            plgpu.barrier_wait(self.turn)
+            plgpu.barrier_arrive(self.all_stored)
+            plgpu.barrier_wait(self.all_stored)
         else:
             lanes.wait_for_copies_of_block()
 

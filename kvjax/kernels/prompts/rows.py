@@ -1,8 +1,8 @@
 """The body of the prompt kernel: a warpgroup attends with the rows of an item.
 
-The two warpgroups take turns through one barrier, `turn`. Each phase of it has one arrival of either: one has issued
-a product of query and keys (QK), and the other has finished its softmax and next multiplies weights and values (PV).
-Tile after tile, with `|` for the end of a phase:
+The two warpgroups take turns through one barrier, `phase_ended`, at which each arrives when it ends its phase, and for
+which it waits until the other has ended its own: one has issued a product of query and keys (QK), and the other has
+finished its softmax and next multiplies weights and values (PV). Tile after tile, with `|` for the end of a phase:
 
 ```
 first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
@@ -50,7 +50,8 @@ class Scratch(NamedTuple):
       claimed: int32, the fields of `Claimed`.
       keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
       values_full: likewise.
-      turn: a barrier of the warpgroups; see above.
+      phase_ended: a barrier that completes when both warpgroups have ended a phase, and both wait for; in fp8 one for
+        each warpgroup, which completes when it has issued QK, and the other waits for.
     """
 
     query: Ref
@@ -59,7 +60,7 @@ class Scratch(NamedTuple):
     claimed: Ref
     keys_full: Ref
     values_full: Ref
-    turn: Ref
+    phase_ended: Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class RowWarpgroup:
                     self._copy_values(span.start + ahead)
 
         if not self.is_fp8:
-            self._arrive()
+            self._end_phase()
 
     @property
     def is_fp8(self) -> bool:
@@ -130,7 +131,7 @@ class RowWarpgroup:
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
-            self._take_turn()
+            self._wait_for_other()
             # Of a short item the loop does not copy all that the next one begins with.
             pl.when(span.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
@@ -149,7 +150,7 @@ class RowWarpgroup:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
         acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
-        self._arrive()
+        self._end_phase()
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
@@ -183,7 +184,7 @@ class RowWarpgroup:
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
-        pl.when(warpgroup == 0)(self._take_turn)
+        pl.when(warpgroup == 0)(self._wait_for_other)
 
         return next_rows
 
@@ -270,15 +271,15 @@ class RowWarpgroup:
             first = self.arrays.first_token(prompt, copied, self.config.tokens)
             self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
 
-    def _arrive(self) -> None:
+    def _end_phase(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
-        turn = self.scratch.turn
-        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.is_fp8 else turn)
+        ended = self.scratch.phase_ended
+        plgpu.barrier_arrive(ended.at[self.warpgroup] if self.is_fp8 else ended)
 
-    def _take_turn(self) -> None:
+    def _wait_for_other(self) -> None:
         """Waits until the other warpgroup has ended its phase."""
-        turn = self.scratch.turn
-        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.is_fp8 else turn)
+        ended = self.scratch.phase_ended
+        plgpu.barrier_wait(ended.at[1 - self.warpgroup] if self.is_fp8 else ended)
 
     def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
@@ -288,9 +289,9 @@ class RowWarpgroup:
         slot = self._slot(tile)
 
         def multiplying_keys() -> None:
-            self._arrive()
+            self._end_phase()
             if not self.is_fp8:
-                self._take_turn()
+                self._wait_for_other()
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
@@ -321,12 +322,12 @@ class RowWarpgroup:
             total += jnp.sum(weights, axis=1)
             acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
         if not self.is_fp8:
-            self._arrive()
+            self._end_phase()
         self._wait(values_full, tile)
         if is_masked and not self.arrays.is_aligned:
             # Before its own turn, so that the other warpgroup, whose turn is later, finds it done.
             pl.when(self.warpgroup == 0)(functools.partial(self._clear_absent, tile))
-        self._take_turn()
+        self._wait_for_other()
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
@@ -397,6 +398,6 @@ def run(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scra
 
         lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
         if not fp8.is_fp8(scratch.keys.dtype):
-            # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
-            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
-            plgpu.barrier_wait(scratch.turn)
+            # The second warpgroup has ended one more phase. Interpret mode wants that waited for, and all to know.
+            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.phase_ended))
+            plgpu.barrier_wait(scratch.phase_ended)
