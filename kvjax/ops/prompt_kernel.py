@@ -37,7 +37,7 @@ class Launch(NamedTuple):
       prompts: the rows and what they attend to.
       options: the call's, with a window that restricts.
       config: how it is launched.
-      at_once: prompts of a lot: as many as `DENSE_BYTES` of `ops.options` holds.
+      at_once: prompts of a lot, whose dense keys and values fit in `DENSE_BYTES` of `ops.options`.
     """
 
     prompts: Prompts
@@ -104,7 +104,7 @@ def padded(query: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.
 
 
 def attend_dense(
-    operands: kernel.Operands | kernel.RaggedOperands,
+    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
     results: tuple[jax.Array, jax.Array],
     problem: kernel.PromptProblem,
     config: kernel.PromptConfig,
@@ -132,7 +132,7 @@ def _operands(
     problem: kernel.PromptProblem,
     sm_scale: float,
     alignment: int,
-) -> kernel.Operands:
+) -> kernel.Operands[jax.Array]:
     cache, sequences, v_scale = dense.prompts.cache, dense.sequences, dense.prompts.v_scale
     spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
     first_row = sequences.lens - sequences.q_lens  # the position of its token
@@ -194,7 +194,7 @@ def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax
 
 
 def _in_place(
-    operands: kernel.Operands | kernel.RaggedOperands,
+    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
     results: tuple[jax.Array, jax.Array],
     problem: kernel.PromptProblem,
     config: kernel.PromptConfig,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import ABSENT
 from kvjax.kernels.attention.formats import DECODED
 from kvjax.kernels.attention.problem import (
     COLUMNS,
@@ -21,7 +22,7 @@ from kvjax.kernels.attention.problem import (
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StageLayout
-from kvjax.kernels.launchable import PageMemory
+from kvjax.kernels.launchable import Number, PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -172,7 +173,7 @@ def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes, target: Target) ->
     return None
 
 
-def too_many_parts(num_seqs: Any) -> str:
+def too_many_parts(num_seqs: Number) -> str:
     """Why a workspace for so many sequences cannot be indexed."""
     return (
         f"with batch_invariant=True its workspace is indexed in int32; got {num_seqs} sequences, whose parts have more"
@@ -257,7 +258,7 @@ def num_parts(problem: Problem, config: DecodeConfig) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = 2 * config.blocks
     if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).max_parts(config.part))
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, ABSENT).max_parts(config.part))
     return parts * problem.q_len * problem.num_heads
 
 

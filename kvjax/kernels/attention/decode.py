@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax import lax
@@ -31,9 +30,12 @@ from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 
+Operand = tuple[list[list[list[jax.Array]]], jax.Array]
+"""A query as `operand_of` returns it, and the factor of logits."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Decode(StageLoop):
+class Decode(StageLoop[Operand]):
     """The body of the kernel; one object per trace."""
 
     keys: Keys
@@ -52,7 +54,7 @@ class Decode(StageLoop):
             Seen(problem, layout, warp, refs, ring.num_blocks), Keys(problem, layout, warp, buffer), values,
         )  # fmt: skip
 
-    def query(self, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
+    def query(self, sequence: jax.Array) -> Operand:
         """The query as an operand, and the factor of logits."""
         return operand_of(self.keys, self.refs, sequence)
 
@@ -61,7 +63,7 @@ class Decode(StageLoop):
         slot: jax.Array,
         tokens: StageTokens,
         needs_look: jax.Array,
-        query: tuple[list[list[list[jax.Array]]], jax.Array],
+        query: Operand,
         state: State,
     ) -> State:
         """One stage: all tiles of the warp's tokens."""
@@ -72,7 +74,7 @@ class Decode(StageLoop):
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]
         values = self.values.load(slot, 0, self.values.pieces[0])  # before their use, to hide the latency
 
-        def masked(logits: Any) -> Any:
+        def masked(logits: list[list[jax.Array]]) -> list[list[jax.Array]]:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ class StageTokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StageLoop:
-    """The body of a kernel, but for what it does with a stage; one object per trace."""
+class StageLoop[Query]:
+    """The body of a kernel, but for what it does with a stage and with a `Query`; one object per trace."""
 
     problem: Problem
     config: DecodeConfig
@@ -95,7 +95,9 @@ class StageLoop:
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
         lanes.prefetch_global(self.refs.table, entry, entry < last)
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+    def attend(
+        self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
+    ) -> tuple[State, Carry]:
         """Stages `first` to `first + count` of a sequence.
 
         `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
@@ -142,11 +144,11 @@ class StageLoop:
         )
         return state, cursor
 
-    def query(self, sequence: jax.Array) -> Any:
+    def query(self, sequence: jax.Array) -> Query:
         """The query of a sequence, as `stage` takes it."""
         raise NotImplementedError
 
-    def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Any, state: State) -> State:
+    def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Query, state: State) -> State:
         """Attends to a stage that has arrived in a slot, and releases the slot.
 
         `needs_look` is whether a row may not see a token of the stage.

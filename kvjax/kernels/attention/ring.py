@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class PieceCopy(NamedTuple):
     to: PartlyStaticInt
     source: PartlyStaticInt
     token: PartlyStaticInt | None
-    token_stride: Any
+    token_stride: int
     size: Scalar
     is_one: jax.Array | None
     block: int
@@ -193,7 +193,7 @@ class Ring:
         layout = self.layout
         threads = LANES * self.warps
         copies: list[PieceCopy] = []
-        tokens: dict[Any, int] = {}
+        tokens: dict[tuple[int, ...], int] = {}
         looked_up: list[BlockTokens] = []
         for rows in (*layout.keys, *layout.values):
             pieces = rows.page.row_bytes // rows.unit
@@ -313,11 +313,11 @@ class Ring:
         return jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
 
-def divided(x: Any, divisor: int) -> Any:
+def divided(x: jax.Array, divisor: int) -> jax.Array:
     """The quotient of non-negative int32."""
     return lanes.bits(lax.div(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)
 
 
-def remainder(x: Any, divisor: int) -> Any:
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
     """The remainder of non-negative int32."""
     return lanes.bits(lax.rem(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvjax.kernels.aliases import Scalar
 from kvjax.kernels.launchable import PageMemory, RowScaleMemory
@@ -83,7 +83,7 @@ class SharedRows:
         """Alignment of all row offsets in bytes, up to 16."""
         return math.gcd(self.start, self.pitch, self.half_pitch, self.head_stride, self.tile_stride, 16)
 
-    def offset(self, row: Scalar, half: Any = 0) -> Scalar:
+    def offset(self, row: Scalar, half: Scalar = 0) -> Scalar:
         """Offset of a row in its head's part of its tile."""
         return self.start + row * self.pitch + half * self.half_pitch
 
@@ -225,7 +225,7 @@ class StageLayout:
         of_keys, of_values = map(tuple, placed)
         return cls(spec.block_size, heads, tiles, of_keys, of_values, -(-start // 128) * 128, False, ())
 
-    def token(self, row: Scalar, half: Any) -> Scalar:
+    def token(self, row: Scalar, half: Scalar) -> Scalar:
         """The token in its tile of a row of a half."""
         return 2 * row + half if self.interleaved else row + 8 * half
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,9 @@ class LatentDecode:
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return lanes.splat(num_blocks, jnp.uint32), layer
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+    def attend(
+        self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
+    ) -> tuple[Carry, Carry]:
         """Attends to tiles `first` to `first + count` of a sequence; returns the results so far."""
         problem = self.problem
         start = length * 0

@@ -161,7 +161,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewRows(StageLoop):
+class FewRows(StageLoop[Factors]):
     """The body of the kernel; one object per trace.
 
     Attributes:

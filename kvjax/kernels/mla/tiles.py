@@ -9,7 +9,6 @@ so that nothing that is stored elsewhere, NaN included, is multiplied by a weigh
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import DType, Ref, Scalar
+from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
 from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
 
@@ -71,12 +70,12 @@ def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
     return latents, rope
 
 
-def scratch_types(spec: AttentionSpec) -> list[Any]:
+def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     """The shared memory of `Tiles`."""
     rank, rope = spec.part_sizes
     half, (dtype, rope_dtype) = rank // WARPGROUPS, operand_dtypes(spec)
     count = 1 + num_slots(spec)
-    shared: list[Any] = [
+    shared: list[ScratchType] = [
         plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
         plgpu.SMEM((BIASES, TOKENS), jnp.float32),
     ]
@@ -119,8 +118,8 @@ class Tiles:
 
     latents: Ref
     bias: Ref
-    rope: Any
-    all_stored: Any
+    rope: Ref | None
+    all_stored: Barriers
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
@@ -189,7 +188,7 @@ class Tiles:
             lanes.wait_for_copies_of_block()
 
 
-def _store_interpreted(ref: Ref, index: tuple[Any, ...], start: Scalar, column: int, source: Source) -> None:
+def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], start: Scalar, column: int, source: Source) -> None:
     """Stores columns of rows, from `column` on, to rows of a matrix from `start` on."""
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +77,7 @@ def any_gather(
     dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
         own = LotTokens.of_program(spec, counts, arrays, tokens)
         gather = functools.partial(_gather, spec, pages, scale_pages, dtype, own)
         pl.when(own.is_prompt)(lambda: pl.when(own.is_stored)(gather))
@@ -237,7 +236,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
         run(problem, dataclasses.replace(config, splits=splits), own, shared)
 
-    def kernel(body: Callable[..., None], **_: Any) -> Kernel:
+    def kernel(body: Callable[..., None], **_: object) -> Kernel:
         sizes = spec.head_size, spec.head_size_v, dtype
         return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 

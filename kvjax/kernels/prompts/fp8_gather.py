@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -272,7 +272,7 @@ def _store_dense(
     num_tokens: int,
     row: tuple[int, int],
     transposed: bool,
-    *of_words: Any,
+    *of_words: Scalar,
 ) -> None:
     """Stores words of a head and dim; see `Store`."""
     (heads, size), (head, dim, token, words, condition) = row, of_words

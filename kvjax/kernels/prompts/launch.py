@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
-from kvjax.kernels.aliases import DType, Kernel, Ref
+from kvjax.kernels.aliases import DType, Kernel, Ref, ScratchType
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.operands import DenseArrays, Operands, RaggedArrays, RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT, ROWS, WARPGROUPS, PromptConfig, PromptProblem, block_shape
@@ -20,7 +21,12 @@ _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plg
 
 
 def attend(
-    operands: Operands | RaggedOperands, out: Ref, lse: Ref, claims: Ref, problem: PromptProblem, config: PromptConfig
+    operands: Operands[jax.Array] | RaggedOperands[jax.Array],
+    out: jax.Ref,
+    lse: jax.Ref,
+    claims: jax.Ref,
+    problem: PromptProblem,
+    config: PromptConfig,
 ) -> None:
     """Attends and stores results in place.
 
@@ -38,14 +44,15 @@ def attend(
         raise ValueError(f"got {query.shape[0]} rows and {num_tokens} tokens, expected what Operands describes")
     heads, rows = block_shape(query.shape[1], num_kv_heads)
     num_prompts = operands.q_lens.shape[0]
-    most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * config.splits
-    names = type(operands)
-    count = len(names._fields)
+    most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * int(config.splits)
+    count, is_ragged = len(operands), isinstance(operands, RaggedOperands)
 
     def body(*refs: Ref) -> None:
-        kind = RaggedArrays if names is RaggedOperands else DenseArrays
-        arrays = kind(names(*refs[:count]), *refs[count : count + 3])
-        run(problem, config, arrays, Scratch(*refs[count + 3 :]))
+        own, results, scratch = refs[:count], refs[count : count + 3], Scratch(*refs[count + 3 :])
+        if is_ragged:
+            run(problem, config, RaggedArrays(RaggedOperands(*own), *results), scratch)
+        else:
+            run(problem, config, DenseArrays(Operands(*own), *results), scratch)
 
     sizes = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)
@@ -54,7 +61,7 @@ def attend(
 
 
 def kernel_of(
-    body: Callable[..., None], config: PromptConfig, sizes: tuple[int, int, DType], ready: Ref, num_blocks: int
+    body: Callable[..., None], config: PromptConfig, sizes: tuple[int, int, DType], ready: ScratchType, num_blocks: int
 ) -> Kernel:
     """The kernel of `body`, which gets its `Scratch` after references.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +104,7 @@ class LotTokens:
         number = self.tokens if count is None else count
         return PageTokens(entry, lax.rem(position, size), number, num_valid, first_valid)
 
-    def store_bias(self, num_valid: Any) -> None:
+    def store_bias(self, num_valid: jax.Array) -> None:
         """Stores which of them are present: at most as many as threads."""
         thread = lanes.thread_index()
         bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))

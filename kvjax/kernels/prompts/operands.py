@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
-from kvjax.kernels.aliases import Ref, Scalar
+from kvjax.kernels.aliases import Barriers, Ref, Scalar
 from kvjax.kernels.launchable import Number
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS, TOKENS
 
 
-class Operands(NamedTuple):
+class Operands[Array: (jax.Array, Ref)](NamedTuple):
     """Arrays, or references to them.
 
     Attributes:
@@ -39,19 +39,19 @@ class Operands(NamedTuple):
         the results, and the sink, -inf for none. With several splits there must be none: each would count it.
     """
 
-    query: Ref
-    keys: Ref
-    values: Ref
-    q_starts: Any
-    q_lens: Any
-    positions: Any
-    bias: Ref
-    first_absent: Scalar
-    ends: Any
-    heads: Any
+    query: Array
+    keys: Array
+    values: Array
+    q_starts: Array
+    q_lens: Array
+    positions: Array
+    bias: Array
+    first_absent: Array
+    ends: Array
+    heads: Array
 
 
-class RaggedOperands(NamedTuple):
+class RaggedOperands[Array: (jax.Array, Ref)](NamedTuple):
     """Keys and values of sequences one after the other, as a model computes them; as in `Operands` where not said.
 
     Attributes:
@@ -68,24 +68,24 @@ class RaggedOperands(NamedTuple):
       heads: float32 `[3, num_heads]`, likewise.
     """
 
-    query: Ref
-    keys: Ref
-    values: Ref
-    q_starts: Any
-    q_lens: Any
-    positions: Any
-    kv_starts: Any
-    first_present: Any
-    ends: Any
-    heads: Any
+    query: Array
+    keys: Array
+    values: Array
+    q_starts: Array
+    q_lens: Array
+    positions: Array
+    kv_starts: Array
+    first_present: Array
+    ends: Array
+    heads: Array
 
 
 class Stage(NamedTuple):
-    """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `ready` says when."""
+    """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `full` says when."""
 
     buffer: Ref
     slot: Scalar
-    ready: Ref
+    full: Barriers
 
 
 class PromptArrays(Protocol):
@@ -116,7 +116,7 @@ class PromptArrays(Protocol):
         """Whether token 0 of each prompt is present, if any is, and what is absent has values of zeros."""
 
     @property
-    def claims(self) -> Any:
+    def claims(self) -> Ref:
         """Reference to an int32 scalar."""
 
     def q_start(self, prompt: Scalar) -> jax.Array:
@@ -147,7 +147,7 @@ class PromptArrays(Protocol):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
         """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
 
-    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
@@ -156,7 +156,7 @@ class PromptArrays(Protocol):
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
         """Starts the copy of a tile of keys or values."""
 
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:
         """Waits for the copy to a slot, which was filled `times()` times before."""
 
 
@@ -167,59 +167,84 @@ def _by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseArrays:
-    """JAX's arrays of `Operands`: shapes are known, and copies have descriptors."""
+class _JaxArrays[Given: (Operands[Ref], RaggedOperands[Ref])]:
+    """JAX's arrays: shapes are known, and copies have descriptors."""
 
-    operands: Any
+    operands: Given
     out_ref: Ref
     lse_ref: Ref
-    claims_ref: Any
+    claims_ref: Ref
 
     @property
-    def num_heads(self) -> int:  # noqa: D102
-        size: int = self.operands.query.shape[1]
-        return size
+    def num_heads(self) -> int:
+        return self.operands.query.shape[1]
 
     @property
-    def num_kv_heads(self) -> int:  # noqa: D102
-        size: int = self.operands.keys.shape[-2]
-        return size
+    def num_kv_heads(self) -> int:
+        return self.operands.keys.shape[-2]
 
     @property
-    def head_size_v(self) -> int:  # noqa: D102
-        size: int = self.operands.values.shape[-2 if self._is_fp8 else -1]
-        return size
+    def head_size_v(self) -> int:
+        return self.operands.values.shape[-2 if self._is_fp8 else -1]
 
     @property
     def _is_fp8(self) -> bool:
         return fp8.is_fp8(self.operands.values.dtype)
 
     @property
-    def num_prompts(self) -> int:  # noqa: D102
-        size: int = self.operands.q_lens.shape[0]
-        return size
+    def num_prompts(self) -> int:
+        return self.operands.q_lens.shape[0]
 
     @property
-    def num_rows(self) -> int:  # noqa: D102
-        size: int = self.operands.query.shape[0]
-        return size
+    def num_rows(self) -> int:
+        return self.operands.query.shape[0]
 
     @property
-    def claims(self) -> Any:  # noqa: D102
+    def claims(self) -> Ref:
         return self.claims_ref.at[0]
+
+    def q_start(self, prompt: Scalar) -> jax.Array:
+        return self.operands.q_starts[prompt]
+
+    def q_len(self, prompt: Scalar) -> jax.Array:
+        return self.operands.q_lens[prompt]
+
+    def position(self, prompt: Scalar) -> jax.Array:
+        return self.operands.positions[prompt]
+
+    def end(self, prompt: Scalar) -> jax.Array:
+        return self.operands.ends[prompt]
+
+    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
+        heads = self.operands.heads
+        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
+
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
+        return self._of_head(0, prompt, head)
+
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
+        return self._of_head(1, prompt, head)
+
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:
+        return self._of_head(2, prompt, head)
+
+    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
+        return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
+
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:
+        return self.out_ref.at[split, :, head], self.lse_ref.at[split, :, head], 0
+
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:
+        plgpu.barrier_wait(full.at[slot])
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseArrays(_JaxArrays[Operands[Ref]]):
+    """JAX's arrays of `Operands`."""
 
     @property
     def is_aligned(self) -> bool:  # noqa: D102
         return True
-
-    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.q_starts[prompt]
-
-    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.q_lens[prompt]
-
-    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.positions[prompt]
 
     def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
         return 0
@@ -227,30 +252,8 @@ class DenseArrays:
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.first_absent[prompt]
 
-    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.ends[prompt]
-
-    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
-        heads = self.operands.heads
-        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
-
-    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(0, prompt, head)
-
-    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(1, prompt, head)
-
-    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(2, prompt, head)
-
-    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
-        return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
-
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.operands.bias.at[prompt], first, token)
-
-    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
-        return self.out_ref.at[split, :, head], self.lse_ref.at[split, :, head], 0
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The last tile starts earlier, to end with the dense tokens.
@@ -261,21 +264,18 @@ class DenseArrays:
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
-        buffer, slot, ready = stage
+        buffer, slot, full = stage
         if values and self._is_fp8:
             source = source.at[prompt, kv_head, :, pl.ds(first, buffer.shape[2])]
             buffer = buffer.at[slot, pl.ds(0, self.head_size_v)]
-            plgpu.copy_gmem_to_smem(source, buffer, ready.at[slot])
+            compat.copy_to_shared(source, buffer, full.at[slot])
             return
         tokens = pl.ds(first, buffer.shape[1])
-        plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
-
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
-        plgpu.barrier_wait(ready.at[slot])
+        compat.copy_to_shared(source.at[prompt, tokens, kv_head], buffer.at[slot], full.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedArrays(DenseArrays):
+class RaggedArrays(_JaxArrays[RaggedOperands[Ref]]):
     """JAX's arrays of `RaggedOperands`."""
 
     @property
@@ -298,7 +298,7 @@ class RaggedArrays(DenseArrays):
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
         tokens = pl.ds(self.operands.kv_starts[prompt] + first, stage.buffer.shape[1])
-        plgpu.copy_gmem_to_smem(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.ready.at[stage.slot])
+        compat.copy_to_shared(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.full.at[stage.slot])
 
 
 FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
@@ -344,27 +344,27 @@ class TiledArrays:
     num_kv_heads: int
     head_size: int
     head_size_v: int
-    num_rows: Any
+    num_rows: Scalar
     num_tokens: Scalar
-    first_prompt: Any
+    first_prompt: Scalar
     num_prompts: Scalar
-    lot: Any
+    lot: Scalar
     sm_scale: float
-    prompts: Any
-    header: Any
+    prompts: Ref
+    header: Ref
     query: Ref
     keys: Ref
     values: Ref
     bias: Ref
-    k_scale: Ref
-    v_scale: Ref
-    sinks: Ref
-    units: Sequence[Ref]
+    k_scale: Ref | None
+    v_scale: Ref | None
+    sinks: Ref | None
+    units: Sequence[Ref | None]
     out_ref: Ref
     lse_ref: Ref
 
     @property
-    def claims(self) -> Any:  # noqa: D102
+    def claims(self) -> Ref:  # noqa: D102
         return self.header.at[1 + self.lot]
 
     @property
@@ -415,7 +415,7 @@ class TiledArrays:
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.bias, prompt * self.num_tokens + first, token)
 
-    def out(self, split: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:  # noqa: D102
         return self.out_ref.at[:, head], self.lse_ref.at[:, head], split * self.num_rows
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
@@ -431,11 +431,11 @@ class TiledArrays:
         else:
             tiles.copy(self.values if values else self.keys, row, *stage)
 
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
-        tiles.wait(ready, slot, times())
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:  # noqa: D102
+        tiles.wait(full, slot, times())
 
 
-def _scale(scale: Ref, kv_head: Scalar) -> Scalar:
+def _scale(scale: Ref | None, kv_head: Scalar) -> Scalar:
     if scale is None:
         return jnp.float32(1.0)
     return scale[0] if scale.shape[0] == 1 else scale[kv_head]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import arithmetic, compat, tiles, warpgroups
-from kvjax.kernels.aliases import Carry, Ref, Scalar
+from kvjax.kernels.aliases import Barriers, Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.operands import PromptArrays, Stage
@@ -58,9 +58,9 @@ class Scratch(NamedTuple):
     keys: Ref
     values: Ref
     claimed: Ref
-    keys_full: Ref
-    values_full: Ref
-    phase_ended: Ref
+    keys_full: Barriers
+    values_full: Barriers
+    phase_ended: Barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RowWarpgroup:
     warpgroup: Scalar
     item: Item
     step: Scalar
-    scale: Any = None
+    scale: jax.Array | None = None
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
@@ -243,9 +243,9 @@ class RowWarpgroup:
         """The stage of a tile."""
         return lax.rem(self.step + tile - self.item.span.start, jnp.int32(self.config.stages))
 
-    def _wait(self, ready: Ref, tile: Scalar) -> None:
+    def _wait(self, full: Barriers, tile: Scalar) -> None:
         number = self.step + tile - self.item.span.start
-        self.arrays.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
+        self.arrays.wait(full, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
     def _copy_keys(self, tile: Scalar) -> None:
         self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
@@ -253,14 +253,14 @@ class RowWarpgroup:
     def _copy_values(self, tile: Scalar) -> None:
         self._copy(tile, True, self.scratch.values, self.scratch.values_full)
 
-    def _copy(self, tile: Scalar, values: bool, buffer: Ref, ready: Ref) -> None:
+    def _copy(self, tile: Scalar, values: bool, buffer: Ref, full: Barriers) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
         item = self.item
 
-        def own() -> Any:
+        def own() -> tuple[Scalar, ...]:
             return item.prompt, item.kv_head, tile, item.span.stop
 
-        def following() -> Any:
+        def following() -> tuple[Scalar, ...]:
             claimed = self._claimed()
             return claimed.prompt, claimed.kv_head, claimed.start + tile - item.span.stop, claimed.stop
 
@@ -269,7 +269,7 @@ class RowWarpgroup:
         @pl.when(copied < stop)
         def _() -> None:
             first = self.arrays.first_token(prompt, copied, self.config.tokens)
-            self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
+            self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), full))
 
     def _end_phase(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
@@ -281,7 +281,7 @@ class RowWarpgroup:
         ended = self.scratch.phase_ended
         plgpu.barrier_wait(ended.at[1 - self.warpgroup] if self.is_fp8 else ended)
 
-    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
+    def _tile(self, own_query: Ref, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
         _, keys, values, _, keys_full, values_full, _ = self.scratch
         acc, largest, *sums = state
@@ -380,10 +380,10 @@ def run(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scra
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Scalar, *scale: Any) -> RowWarpgroup:
+    def rows(item: Item, step: Scalar, *scale: jax.Array) -> RowWarpgroup:
         return RowWarpgroup(problem, config, arrays, scratch, queue, warpgroup, item, step, *scale)
 
-    def state(of: RowWarpgroup) -> tuple[Any, ...]:
+    def state(of: RowWarpgroup) -> tuple[Carry, ...]:
         return (of.item, of.step) if of.scale is None else (of.item, of.step, of.scale)
 
     @pl.when(first.prompt < queue.num_prompts)

@@ -73,7 +73,7 @@ def write(
     if words_per_slot == 2:
         slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
-    def body(slots: Any, *refs: Ref) -> None:
+    def body(slots: Ref, *refs: Any) -> None:
         rows, (*scales, pages), others = refs[: len(codecs)], refs[len(codecs) :][:3], refs[len(codecs) + 3 :]
         operands = [
             WriteOperand(codec, Rows(own), scale, Pages(pages, regions, spec.page_size_bytes))
