@@ -22,7 +22,7 @@ from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_lengths, as_sinks, check_array, check_devices
 from kvjax.ops.options import as_bool, as_sm_scale, most_splits
 from kvjax.ops.route import Query, route
-from kvjax.ops.values import check_cumulative, is_checked
+from kvjax.ops.value_checks import check_cumulative, is_checked
 from kvjax.spec import AttentionSpec
 
 
