@@ -1,4 +1,4 @@
-"""Performance bars on an H200, relative to a copy, to plain CUDA, and to other rows of the same table."""
+"""Performance targets on an H200, relative to a copy, to plain CUDA, and to other rows of the same table."""
 
 from __future__ import annotations
 
@@ -229,6 +229,6 @@ def _verdict(bar: Bar, m: Measurement, rows: Rows) -> str:
 
 
 def summary(found: Sequence[str]) -> str:
-    """Returns how many bars of a table hold, or an empty string if none has a verdict."""
+    """Returns how many targets of a table are met, or an empty string if none has a verdict."""
     holding, failing = (sum(each.endswith(word) for each in found) for word in (PASS, FALLS_SHORT))
-    return f" {holding} of {holding + failing} bars hold." if holding + failing else ""
+    return f" {holding} of {holding + failing} targets are met." if holding + failing else ""

@@ -29,7 +29,7 @@ from kvjax.ops.arguments import (
 from kvjax.ops.blocks import copy_blocks
 from kvjax.ops.gather import gather_kv
 from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, num_reached_blocks, window_blocks
-from kvjax.ops.values import check_window_rows, is_checked
+from kvjax.ops.value_checks import check_window_rows, is_checked
 from kvjax.ops.write import reshape_and_cache_flash
 from kvjax.partition import partition_of
 from kvjax.spec import AttentionSpec, FullAttentionSpec, as_int

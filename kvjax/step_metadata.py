@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from kvjax.block_pool import FREED_BLOCK, MAX_SLOTS, PagedSequence
 from kvjax.errors import KVCacheValueError, shown
 from kvjax.ops.arguments import INDEX_DTYPES, check_array
-from kvjax.ops.values import check_num_seqs, is_checked
+from kvjax.ops.value_checks import check_num_seqs, is_checked
 from kvjax.spec import as_int
 
 PADDING_SLOT = -1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
-from support.stage_plans import kinds, page_bytes, plan_of
+from support.stage_layouts import kinds, layout_of, page_bytes
 
 from kvjax import KVCacheDType
 from kvjax.kernels.attention.ring import PartlyStaticInt, Ring
@@ -69,25 +69,25 @@ def test_digits_add_and_multiply_like_integers():
 
 
 def filled(spec: AttentionSpec, heads: int, tiles: int, position: int, end: int, **memory: Any) -> tuple[Any, ...]:
-    """A stage after its copies, by their models: the plan, the pages' bytes, the table and the second slot's bytes."""
+    """A stage after its copies, by their models: layout, the pages' bytes, the table and the second slot's bytes."""
     num_layers, layer, num_blocks, first_head = 2, 1, 16, spec.num_kv_heads - heads
-    plan = plan_of(spec, heads, tiles, **memory)
+    layout = layout_of(spec, heads, tiles, **memory)
     rng = np.random.default_rng(0)
     table = rng.permutation(num_blocks).astype(np.int32)
     table[2] = num_blocks  # a block that does not exist
     pages = rng.integers(1, 256, (num_blocks * num_layers, spec.page_size_bytes), dtype=np.uint8)
     with interpret_mode():
-        buffer = jax.new_ref(jnp.zeros(2 * plan.stage_bytes, jnp.uint8))
+        buffer = jax.new_ref(jnp.zeros(2 * layout.stage_bytes, jnp.uint8))
         both = jax.new_ref(jnp.asarray(pages))
         ring = Ring(
-            plan, WARPS, 2, buffer, None, (both, both), jax.new_ref(jnp.asarray(table)), jnp.uint32(num_blocks),
+            layout, WARPS, 2, buffer, None, (both, both), jax.new_ref(jnp.asarray(table)), jnp.uint32(num_blocks),
             num_layers, jnp.int32(layer), jnp.int32(first_head), jnp.arange(THREADS, dtype=jnp.int32),
         )  # fmt: skip
         found = ring.blocks(jnp.int32(0), jnp.int32(position), jnp.int32(0), jnp.int32(end))
         ring.fill(jnp.int32(1), jnp.int32(0), jnp.int32(position), found)
         slots = np.asarray(buffer[...]).reshape(2, -1)
     assert not slots[0].any(), "copies into another slot"
-    return plan, pages[layer::num_layers], table, slots[1]
+    return layout, pages[layer::num_layers], table, slots[1]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def filled(spec: AttentionSpec, heads: int, tiles: int, position: int, end: int,
 )
 def test_a_stage_has_the_tokens_of_its_pages(spec, heads, memory, in_bulk):
     tiles, position, end = 2, 32, 61
-    plan, pages, table, stage = filled(spec, heads, tiles, position, end, **memory)
-    assert bool(plan.chunks) == in_bulk
-    for half, rows in kinds(plan):
+    layout, pages, table, stage = filled(spec, heads, tiles, position, end, **memory)
+    assert bool(layout.chunks) == in_bulk
+    for half, rows in kinds(layout):
         for tile, row, which, head in itertools.product(range(tiles), range(8), range(2), range(heads)):
-            token = position + tile * TILE + plan.token(row, which)
+            token = position + tile * TILE + layout.token(row, which)
             block, in_page = divmod(token, spec.block_size)
             first = token // 4 * 4 if rows.page.swizzled else token  # four tokens share swizzled rows
             if first >= end or table[block] >= len(pages):
@@ -129,12 +129,12 @@ def test_nothing_of_a_block_that_does_not_exist_is_copied():
 
 def test_any_missing_block_is_noticed():
     spec = simple_spec(BF16, block_size=16, num_kv_heads=2)
-    plan = plan_of(spec)
+    layout = layout_of(spec)
     table = np.zeros(3 * LANES, np.int32)
     table[70] = -1
     with interpret_mode():
         ring = Ring(
-            plan, WARPS, 2, None, None, (None, None), jax.new_ref(jnp.asarray(table)), jnp.uint32(1), 1, jnp.int32(0),
+            layout, WARPS, 2, None, None, (None, None), jax.new_ref(jnp.asarray(table)), jnp.uint32(1), 1, jnp.int32(0),
             jnp.int32(0), jnp.arange(THREADS, dtype=jnp.int32),
         )  # fmt: skip
         for start, end, lacks in [(0, 1120, False), (0, 1121, True), (1135, 1136, True), (1136, 1500, False)]:

@@ -8,13 +8,13 @@ import itertools
 import numpy as np
 import pytest
 from support.helpers import matrix, simple_spec
-from support.stage_plans import kinds, page_bytes, page_memory, plan_of
+from support.stage_layouts import kinds, layout_of, page_bytes, page_memory
 
 from kvjax import KVCacheDType
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.kernels.attention import stages
-from kvjax.kernels.attention.stages import TILE, Chunk, StagePlan
-from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.attention.stages import TILE, Chunk, StageLayout
+from kvjax.kernels.launchable import PageMemory
 from kvjax.pages import separate_regions
 
 BF16, NVFP4 = KVCacheDType.BFLOAT16, KVCacheDType.NVFP4
@@ -22,10 +22,10 @@ BANKS = 128
 """Bytes that shared memory serves at once."""
 
 
-def brought(plan: StagePlan, page_tile: int, first_head: int) -> np.ndarray:
+def brought(stage: StageLayout, page_tile: int, first_head: int) -> np.ndarray:
     """The tile in shared memory after its bulk copies: of each byte the page's, 2**31 further an array; -1 of none."""
-    tile = np.full(plan.stage_bytes // plan.tiles, -1, np.int64)
-    for chunk in plan.chunks:
+    tile = np.full(stage.stage_bytes // stage.tiles, -1, np.int64)
+    for chunk in stage.chunks:
         source = chunk.source + page_tile * TILE * chunk.token_stride + first_head * chunk.head_stride
         to = tile[chunk.to : chunk.to + chunk.size]
         assert to.size == chunk.size, "past the tile's end"
@@ -35,15 +35,15 @@ def brought(plan: StagePlan, page_tile: int, first_head: int) -> np.ndarray:
     return tile
 
 
-def assert_each_row_is_brought_once(plan: StagePlan, num_heads: int) -> None:
-    assert plan.chunks
-    for page_tile, first_head in itertools.product(range(plan.block_size // TILE), range(0, num_heads, plan.heads)):
-        tile = brought(plan, page_tile, first_head)
+def assert_each_row_is_brought_once(stage: StageLayout, num_heads: int) -> None:
+    assert stage.chunks
+    for page_tile, first_head in itertools.product(range(stage.block_size // TILE), range(0, num_heads, stage.heads)):
+        tile = brought(stage, page_tile, first_head)
         wanted = np.full_like(tile, -1)
-        for _, rows in kinds(plan):
-            for row, which, head in itertools.product(range(8), range(2), range(plan.heads)):
+        for _, rows in kinds(stage):
+            for row, which, head in itertools.product(range(8), range(2), range(stage.heads)):
                 at = rows.offset(row, which) + head * rows.head_stride
-                token = page_tile * TILE + plan.token(row, which)
+                token = page_tile * TILE + stage.token(row, which)
                 here = wanted[at : at + rows.page.row_bytes]
                 assert (here == -1).all(), "two rows lie in one place"
                 here[:] = page_bytes(rows, token, first_head + head) + (rows.array << 31)
@@ -74,12 +74,12 @@ def test_bulk_copies_bring_each_byte_once_to_where_it_is_read(
         KVCacheDType(dtype), layout=layout, block_size=block_size, num_kv_heads=8, head_size=128,
         head_size_v=head_size_v, v_scale_layout=v_scale_layout,
     )  # fmt: skip
-    plan = plan_of(spec, heads, 2, one_memory=one_memory)
-    if not plan.chunks:  # the scales of a token may be no whole 16 bytes: those of one head are 8, and of 64 dims 4
+    stage = layout_of(spec, heads, 2, one_memory=one_memory)
+    if not stage.chunks:  # the scales of a token may be no whole 16 bytes: those of one head are 8, and of 64 dims 4
         assert layout == "NHD"
-        assert any(rows.page.row_bytes * heads % 16 for _, rows in kinds(plan))
+        assert any(rows.page.row_bytes * heads % 16 for _, rows in kinds(stage))
         return
-    assert_each_row_is_brought_once(plan, 8)
+    assert_each_row_is_brought_once(stage, 8)
 
 
 @pytest.mark.parametrize("one_memory", [False, True])
@@ -90,10 +90,10 @@ def test_bulk_copies_bring_scales_from_arrays_of_their_own(layout, heads, one_me
     data = page_memory(dataclasses.replace(spec, dtype=KVCacheDType.FP8_E4M3), one_memory=one_memory)
     rows = separate_regions([4], 16, 8, spec.layout)
     scales = tuple(PageMemory(tuple(rows), 16 * 8 * 4, 16) for _ in range(2))
-    plan = StagePlan.of(spec, data, heads, 2, one_memory=one_memory, scale_memory=scales)
-    assert {rows.array for _, rows in kinds(plan)} == ({0, 2, 3} if one_memory else {0, 1, 2, 3})
-    assert [rows.page.row_bytes for _, rows in kinds(plan)] == [128, 4, 128, 4]
-    assert_each_row_is_brought_once(plan, 8)
+    stage = StageLayout.of(spec, data, heads, 2, one_memory=one_memory, scale_memory=scales)
+    assert {rows.array for _, rows in kinds(stage)} == ({0, 2, 3} if one_memory else {0, 1, 2, 3})
+    assert [rows.page.row_bytes for _, rows in kinds(stage)] == [128, 4, 128, 4]
+    assert_each_row_is_brought_once(stage, 8)
 
 
 @pytest.mark.parametrize(("dtype", "layout", "num_chunks"), [
@@ -103,9 +103,9 @@ def test_bulk_copies_bring_scales_from_arrays_of_their_own(layout, heads, one_me
 def test_what_follows_in_page_and_tile_is_one_copy(dtype, layout, num_chunks):
     """Rows of values are padded after each pair of tokens but the last, so seven gaps divide an NHD page."""
     spec = simple_spec(dtype, layout=layout, block_size=16, num_kv_heads=8, head_size=128)
-    plan = plan_of(spec)
-    assert len(plan.chunks) == num_chunks
-    assert sum(chunk.size for chunk in plan.chunks) == spec.page_size_bytes
+    stage = layout_of(spec)
+    assert len(stage.chunks) == num_chunks
+    assert sum(chunk.size for chunk in stage.chunks) == spec.page_size_bytes
 
 
 @matrix(
@@ -123,24 +123,26 @@ def test_values_beside_their_keys_are_copied_with_them(dtype, layout, block_size
     """Of all heads of two tokens together, or of all tokens of a head."""
     shape = {"layout": layout, "block_size": block_size, "num_kv_heads": 8, "head_size": 128}
     spec = simple_spec(dtype, head_size_v=head_size_v, **shape)
-    plan = plan_of(spec, heads, 2, beside=True)
-    assert_each_row_is_brought_once(plan, 8)
+    stage = layout_of(spec, heads, 2, beside=True)
+    assert_each_row_is_brought_once(stage, 8)
     by_token, by_head = 8 if heads == 8 else TILE, 1 if block_size == TILE else heads
-    assert len(plan.chunks) == {"NHD": by_token, "HND": by_head}[layout]
-    size = sum(chunk.size for chunk in plan.chunks)
-    assert size == TILE * heads * sum(rows.page.row_bytes for _, rows in kinds(plan))
-    assert plan.stage_bytes <= plan_of(simple_spec(dtype, **shape), heads, 2).stage_bytes
+    assert len(stage.chunks) == {"NHD": by_token, "HND": by_head}[layout]
+    size = sum(chunk.size for chunk in stage.chunks)
+    assert size == TILE * heads * sum(rows.page.row_bytes for _, rows in kinds(stage))
+    assert stage.stage_bytes <= layout_of(simple_spec(dtype, **shape), heads, 2).stage_bytes
 
 
 def test_values_that_follow_no_key_are_rows_of_their_own():
     spec = simple_spec(BF16, block_size=16, num_kv_heads=8, head_size=128)
     keys, values = page_memory(spec, beside=True)
-    plans = [StagePlan.of(spec, (keys, values), 8, 1, one_memory=True)]
+    every = [StageLayout.of(spec, (keys, values), 8, 1, one_memory=True)]
     for change in ({"base": 272}, {"base": 0, "token_stride": 8 * 512 + 256}):
         region = dataclasses.replace(values.regions[0], **change)
-        plans.append(StagePlan.of(spec, (keys, dataclasses.replace(values, regions=(region,))), 8, 1, one_memory=True))
-    plans.append(StagePlan.of(spec, (keys, values), 8, 1, one_memory=False))
-    assert [len(plan.chunks) for plan in plans] == [8, 256, 256, 256]
+        every.append(
+            StageLayout.of(spec, (keys, dataclasses.replace(values, regions=(region,))), 8, 1, one_memory=True)
+        )
+    every.append(StageLayout.of(spec, (keys, values), 8, 1, one_memory=False))
+    assert [len(stage.chunks) for stage in every] == [8, 256, 256, 256]
 
 
 def test_copies_are_joined_only_where_both_ends_follow():
@@ -181,11 +183,11 @@ def changed(memory: tuple[PageMemory, PageMemory], region: dict[str, int], **pag
 def test_threads_copy_what_is_not_aligned(region, page, unit):
     spec = simple_spec(BF16, block_size=16, num_kv_heads=8, head_size=128)
     memory = page_memory(spec)
-    assert StagePlan.of(spec, memory, 8, 1, one_memory=True).chunks
-    plan = StagePlan.of(spec, changed(memory, region, **page), 8, 1, one_memory=True)
-    assert not plan.chunks
-    assert plan.values[0].unit == unit
-    assert plan.copies_asynchronously == (unit >= 4)
+    assert StageLayout.of(spec, memory, 8, 1, one_memory=True).chunks
+    stage = StageLayout.of(spec, changed(memory, region, **page), 8, 1, one_memory=True)
+    assert not stage.chunks
+    assert stage.values[0].unit == unit
+    assert stage.copies_asynchronously == (unit >= 4)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_threads_copy_what_is_not_aligned(region, page, unit):
     ids=["pages of half a tile", "pages of no whole tiles", "scales of no whole words"],
 )
 def test_threads_copy_what_no_bulk_copy_divides(spec):
-    assert not plan_of(spec).chunks
+    assert not layout_of(spec).chunks
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
@@ -207,9 +209,9 @@ def test_threads_copy_what_no_bulk_copy_divides(spec):
 def test_eight_rows_of_values_are_read_at_once(dtype, head_size, alignment):
     """`ldmatrix` reads 16 bytes of eight rows: in eight different 16ths of 128 bytes, if rows are padded for it."""
     spec = simple_spec(dtype, block_size=16, num_kv_heads=8, head_size=head_size)
-    plan = plan_of(spec, alignment=alignment)
-    rows = plan.values[0]
-    assert plan.interleaved == bool(plan.chunks) == (alignment == 16)
+    stage = layout_of(spec, alignment=alignment)
+    rows = stage.values[0]
+    assert stage.interleaved == bool(stage.chunks) == (alignment == 16)
     for half, head in itertools.product(range(2), range(8)):
         starts = [rows.offset(row, half) + head * rows.head_stride for row in range(8)]
         if rows.page.row_bytes % 16 == 0:  # or else `ldmatrix` does not read them

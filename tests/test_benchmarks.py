@@ -412,7 +412,7 @@ def test_verdicts_of_writes():
         (write(NVFP4, 64, 1.2, layout=HND), ["1.20 x NHD: falls short"]),
         (write(FP8, 7), ["-"]),  # without nvcc
     )
-    assert bars.summary(["90.0% of copy: pass", "-", "1.20 x NHD: falls short"]) == " 1 of 2 bars hold."
+    assert bars.summary(["90.0% of copy: pass", "-", "1.20 x NHD: falls short"]) == " 1 of 2 targets are met."
 
 
 def test_verdicts_of_calls_from_torch():

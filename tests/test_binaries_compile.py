@@ -19,7 +19,7 @@ from support.helpers import simple_spec
 from kvjax import KVCacheDType, KVCacheValueError, binaries
 from kvjax.binaries import Binary, Device, LaunchUnavailableError, Shape, compiling, lowering, module, workers
 from kvjax.binaries.encoding import encode_kernel
-from kvjax.kernels.memory import AnyCount
+from kvjax.kernels.launchable import AnyCount
 
 H200 = Device("NVIDIA H200", "9.0", 232448)
 B200 = Device("NVIDIA B200", "10.0", 232448)

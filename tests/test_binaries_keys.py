@@ -27,7 +27,7 @@ from support.any_count import (
 from kvjax.binaries import encoding, keys
 from kvjax.binaries.encoding import NoStableFormError, decode_kernel, encode, encode_kernel
 from kvjax.binaries.keys import key_of, sources_digest
-from kvjax.kernels.memory import Origin
+from kvjax.kernels.launchable import Origin
 
 PRINTS_KEYS = """
 import json, sys

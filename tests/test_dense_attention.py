@@ -187,7 +187,7 @@ def test_the_kernel_is_attention_without_races(lengths: Lengths, causal: bool, o
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 def test_the_kernel_divides_the_tokens_of_few_rows(monkeypatch: pytest.MonkeyPatch, causal: bool):
-    monkeypatch.setattr(prompt_problem, "MIN_SEGMENT", 64)
+    monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 64)
     args = arrays(Lengths((5, 9), (290, 11)), np.float16, sizes=(64, 64), heads=(2, 2))
     with hopper(multiprocessors=8):
         got = jax.block_until_ready(_run(*args, causal=causal, implementation="mosaic"))

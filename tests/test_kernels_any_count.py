@@ -34,7 +34,7 @@ from support.interpret_mode import interpret_mode
 
 import kvjax
 from kvjax import KVCacheDType, binaries, gather_kv, kernels
-from kvjax.kernels.write import plan
+from kvjax.kernels.write import launch_config
 
 EACH_DTYPE = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=lambda dtype: dtype.value)
 NUM_BLOCKS = 3
@@ -210,17 +210,17 @@ def with_gaps(rows: jax.Array, part: KVCacheDType) -> jax.Array:
 
 @pytest.mark.parametrize(("programs", "least", "tokens"), [(264, 1, 1), (2, 4, 2), (2, 8, 4), (2, 16, 4), (2, 32, 4)])
 def test_a_rung_is_taken_from_its_number_of_tokens_on(programs, least, tokens, monkeypatch):
-    monkeypatch.setattr(plan, "PROGRAMS", programs)
-    monkeypatch.setattr(plan, "SEARCHED", 16 * programs)
+    monkeypatch.setattr(launch_config, "PROGRAMS", programs)
+    monkeypatch.setattr(launch_config, "SEARCHED", 16 * programs)
     spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=96)
-    rungs = plan.rungs(spec, unique_slots=False)
+    rungs = launch_config.rungs(spec, unique_slots=False)
     assert [rung.min_tokens for rung in rungs] == [1, 2 * programs, 4 * programs, 16 * programs]
     kernel = write_kernel(spec)
     for num_tokens in (least, least + 1):
         halves = 2 if num_tokens < 2 * programs else 1
         assert kernel.num_programs(num_tokens) == halves * -(-num_tokens // tokens)
-        config = plan.WriteConfig.choose(spec, num_tokens)
-        assert config == plan.WriteConfig(tokens, split_kv=halves == 2)
+        config = launch_config.WriteConfig.choose(spec, num_tokens)
+        assert config == launch_config.WriteConfig(tokens, split_kv=halves == 2)
         assert config.num_programs(num_tokens) == kernel.num_programs(num_tokens)
 
 
@@ -237,7 +237,7 @@ def test_a_rung_is_taken_from_its_number_of_tokens_on(programs, least, tokens, m
 )
 def test_a_kernel_has_nothing_to_choose_where_a_token_is_enough_for_a_program(dtype, num_heads, leasts):
     spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=128)
-    assert [rung.min_tokens for rung in plan.rungs(spec, unique_slots=True)] == leasts
+    assert [rung.min_tokens for rung in launch_config.rungs(spec, unique_slots=True)] == leasts
     kernel = write_kernel(spec, unique_slots=True)
     assert kernel.num_programs(600) == (600 if leasts == [1] else 300)
 
@@ -247,13 +247,13 @@ def test_a_kernel_has_nothing_to_choose_where_a_token_is_enough_for_a_program(dt
 @EACH_DTYPE
 def test_no_program_takes_more_than_it_should(dtype, num_heads, rotates):
     spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=256)
-    ladder = plan.WriteConfig.by_min_tokens(spec, rotates)
+    ladder = launch_config.WriteConfig.by_min_tokens(spec, rotates)
     assert list(ladder) == sorted(ladder)
     for least, config in ladder.items():
-        assert config.tokens == 1 or config.tokens * num_heads * 256 <= plan.max_elements(spec)
-        assert config.num_programs(least) >= min(least, plan.PROGRAMS)
+        assert config.tokens == 1 or config.tokens * num_heads * 256 <= launch_config.max_elements(spec)
+        assert config.num_programs(least) >= min(least, launch_config.PROGRAMS)
         is_small = least == 1 and (spec.stores_scales or rotates)
-        assert config.split_kv == (is_small or plan.has_to_split(spec))
+        assert config.split_kv == (is_small or launch_config.has_to_split(spec))
 
 
 @matrix(
@@ -269,8 +269,8 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     Where the slots of 5 are promised to be unique, each takes one, but of NVFP4 two.
     """
     num_tokens, unique_slots = tokens
-    monkeypatch.setattr(plan, "PROGRAMS", 2)
-    monkeypatch.setattr(plan, "SEARCHED", 32)
+    monkeypatch.setattr(launch_config, "PROGRAMS", 2)
+    monkeypatch.setattr(launch_config, "SEARCHED", 32)
     spec = simple_spec(dtype, num_kv_heads=8, head_size=128) if unique_slots else simple_spec(dtype)
     key, value = kv_tokens(spec, num_tokens, BFLOAT16)
     if num_tokens < 32:

@@ -38,7 +38,7 @@ from kvjax.kernels.attention.choice import choose, rows_per_pass, scratch, why_n
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import MergeConfig, Problem
 from kvjax.kernels.attention.ring import Ring
-from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.launchable import PageMemory
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.kernels.target import Target, tracing_for
 
@@ -487,7 +487,7 @@ def test_small_stages_are_prefetched_several_at_a_time():
     spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=16)
     problem = problem_of(spec, max_blocks=8)
     config = choose(problem, Target())
-    ring = config.slots * choice.stage_plan(problem, 1, config.groups * config.tiles).stage_bytes
+    ring = config.slots * choice.stage_layout(problem, 1, config.groups * config.tiles).stage_bytes
     assert (config.slots - 2) * ring // config.slots >= choice.AHEAD_BYTES
 
 

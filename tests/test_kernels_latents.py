@@ -16,7 +16,7 @@ from support.interpret_mode import interpret_mode
 from support.mla_cases import spec_of
 
 from kvjax import MLA_KV_CACHE_DTYPES, KVCache, MLAAttentionSpec, UnsupportedError, concat_and_cache_mla, gather_mla
-from kvjax.kernels.write import plan
+from kvjax.kernels.write import launch_config
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
 FEW_NAMES = ["fp8_e4m3", "fp8_ds_mla", "nvfp4"]
@@ -79,7 +79,7 @@ def assert_same_gather(spec: MLAAttentionSpec, dtype: Any, num_layers: int | Non
 )
 def test_an_interpreted_write_has_the_bytes_of_xla(name, sizes, input_dtype, programs, monkeypatch: pytest.MonkeyPatch):
     """By programs of one token, and of several, without races."""
-    monkeypatch.setattr(plan, "PROGRAMS", programs)
+    monkeypatch.setattr(launch_config, "PROGRAMS", programs)
     spec = spec_of(name, sizes)
     assert_same_write(spec, rows_of(spec, len(SLOTS), INPUT_DTYPES[input_dtype]), SLOTS)
 
@@ -144,7 +144,7 @@ def test_rows_at_odd_addresses_are_gathered_by_xla():
 
 def write(kv_c, k_pe, cache, slot_mapping, scale):
     # Of more tokens XLA finds the repeated slots, in kernels of its own.
-    is_many = kv_c.shape[0] >= plan.SEARCHED
+    is_many = kv_c.shape[0] >= launch_config.SEARCHED
     return concat_and_cache_mla(
         kv_c, k_pe, cache, slot_mapping, scale=scale, unique_slots=is_many, implementation="mosaic"
     )

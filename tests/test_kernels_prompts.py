@@ -120,7 +120,7 @@ def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
 def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiprocessors):
     head_size, head_size_v = sizes
     shapes = LENGTHS | {"heads": (4, 2), "head_size": head_size, "head_size_v": head_size_v}
-    has_sinks = config.segments == 1  # otherwise each segment would count them
+    has_sinks = config.splits == 1  # otherwise each split would count them
     check(operands(**shapes, sinks=has_sinks), problem, config, multiprocessors=multiprocessors, on_gpu=True)
 
 
@@ -180,14 +180,14 @@ def test_rows_of_a_step_are_joined_on_a_gpu(num_rows, heads, size, dtype, sinks,
     check_join(num_rows, heads, size, dtype, sinks, has_packed)
 
 
-def test_segments_occupy_a_gpu():
+def test_splits_occupy_a_gpu():
     """Thread blocks take 64 rows of two heads: 16 of them divide the tokens for 132 multiprocessors in eight."""
     spec = FullAttentionSpec(16, 8, 128, dtype=KVCacheDType.NVFP4)
-    assert prompts.choose(spec, 1, 64, 32, 8192, 99).segments == 8
-    assert prompts.choose(spec, 1, 64, 32, 1024, 99).segments == 2
-    assert prompts.choose(spec, 1, 2048, 32, 8192, 99).segments == 1
-    assert prompts.choose(spec, 1, 64, 32, 8192, 3).segments == 3
-    assert prompts.choose(spec, 1, 128, 24, 8192, 99).segments == 5  # 128 rows of one of 24 heads
+    assert prompts.choose(spec, 1, 64, 32, 8192, 99).splits == 8
+    assert prompts.choose(spec, 1, 64, 32, 1024, 99).splits == 2
+    assert prompts.choose(spec, 1, 2048, 32, 8192, 99).splits == 1
+    assert prompts.choose(spec, 1, 64, 32, 8192, 3).splits == 3
+    assert prompts.choose(spec, 1, 128, 24, 8192, 99).splits == 5  # 128 rows of one of 24 heads
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason():
@@ -210,7 +210,7 @@ def attend_in_place(problem: PromptProblem, config: PromptConfig, out: Any, lse:
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize(
-    ("head_size", "group", "problem", "segments"),
+    ("head_size", "group", "problem", "splits"),
     [
         (128, 4, PromptProblem(2048, None, None), 1),
         *(
@@ -226,16 +226,16 @@ def attend_in_place(problem: PromptProblem, config: PromptConfig, out: Any, lse:
         ),
     ],
 )
-def test_compiled(head_size, group, problem, segments):
+def test_compiled(head_size, group, problem, splits):
     spec = FullAttentionSpec(16, 8, head_size, dtype=KVCacheDType.NVFP4)
     config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192, 99)
     struct = jax.ShapeDtypeStruct
     query, dense = (2048, 8 * group, head_size), (1, 8192, 8, head_size)
     program = compile_for(
         "h100",
-        functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, segments)),
-        struct((segments, *query), jnp.bfloat16),
-        struct((segments, *query[:2]), jnp.float32),
+        functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, splits)),
+        struct((splits, *query), jnp.bfloat16),
+        struct((splits, *query[:2]), jnp.float32),
         struct((1,), jnp.int32),
         struct(query, jnp.bfloat16),
         *[struct(dense, jnp.float16)] * 2,

@@ -31,7 +31,7 @@ from support.interpret_mode import interpret_mode
 import kvjax
 from kvjax import AttentionSpec, KVCache, KVCacheDType, KVCacheValueError, KVScales
 from kvjax.kernels.attention import schedule
-from kvjax.kernels.write import plan
+from kvjax.kernels.write import launch_config
 
 FP8, INT8 = KVCacheDType.FP8_K_NVFP4_V, KVCacheDType.INT8_K_NVFP4_V
 INT8_4OVER6 = KVCacheDType.INT8_K_NVFP4_4OVER6_V
@@ -124,9 +124,9 @@ def test_interpreted_the_kernels_write_and_read_the_references_bytes(dtype, chan
 
 @pytest.mark.full
 def test_interpreted_programs_of_several_tokens_take_keys_or_values(monkeypatch):
-    monkeypatch.setattr(plan, "PROGRAMS", 2)
+    monkeypatch.setattr(launch_config, "PROGRAMS", 2)
     spec = simple_spec(FP8, head_size=16)
-    config = plan.WriteConfig.choose(spec, 35)
+    config = launch_config.WriteConfig.choose(spec, 35)
     assert (config.split_kv, config.tokens) == (True, 16)
     with interpret_mode():
         check_write(spec, 35, "mosaic")

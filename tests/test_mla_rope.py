@@ -25,7 +25,7 @@ from kvjax import (
     quant,
     rope_and_cache_mla,
 )
-from kvjax.kernels.write import plan
+from kvjax.kernels.write import launch_config
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
 SLOTS = np.array([3, -1, 30, 8, 3, 99, 9, 10, 11], np.int32)
@@ -79,7 +79,7 @@ def test_bytes_are_those_of_rotating_and_writing(name, rope, input_dtype, is_neo
 )
 def test_the_interpreted_kernel_writes_the_same(name, rope, input_dtype, is_neox, programs, monkeypatch):
     """Without races; by programs of one token and of several."""
-    monkeypatch.setattr(plan, "PROGRAMS", programs)
+    monkeypatch.setattr(launch_config, "PROGRAMS", programs)
     with interpret_mode(detect_races=True):
         check("mosaic", name, rope, INPUT_DTYPES[input_dtype], is_neox)
 

@@ -110,7 +110,7 @@ def test_prompts_processed_at_once_fit_the_limit(prompt_bytes, expected):
 
 
 @pytest.mark.parametrize(("num_rows", "num_heads", "row_bytes"), [(1, 1, 256), (2048, 32, 512), (70_000, 64, 512)])
-def test_segments_are_as_many_as_their_results_fit_the_limit(num_rows, num_heads, row_bytes):
-    segments = options.most_segments(num_rows, num_heads, row_bytes)
+def test_splits_are_as_many_as_their_results_fit_the_limit(num_rows, num_heads, row_bytes):
+    splits = options.most_splits(num_rows, num_heads, row_bytes)
     of_one = num_rows * num_heads * (row_bytes + 4)
-    assert segments * of_one <= options.SEGMENT_BYTES < (segments + 1) * of_one
+    assert splits * of_one <= options.SPLIT_BYTES < (splits + 1) * of_one

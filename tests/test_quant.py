@@ -20,9 +20,11 @@ from support.hard_numbers import (
     finite_values,
     nearly_tied_blocks,
 )
-from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix
+from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, simple_spec
 
 from kvjax import KVCacheDType, UnsupportedError, quant
+from kvjax.kernels import codecs
+from kvjax.kernels.attention.formats import Format
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
 PER_TOKEN_HEAD = pytest.mark.parametrize("dtype", reference.PER_TOKEN_HEAD, ids=lambda dtype: dtype.value)
@@ -325,3 +327,24 @@ def test_a_dtype_that_nothing_encodes_is_refused():
         quant.encode(one, dtype, jnp.float32(1))
     with pytest.raises(UnsupportedError, match=r"dtype: got 'auto', which kvjax\.quant does not decode"):
         quant.decode([one], dtype, jnp.float32(1))
+
+
+def test_a_dtype_without_a_codec_is_refused(monkeypatch):
+    """One that XLA stores and `CODECS` does not have yet."""
+    spec = simple_spec(KVCacheDType.FP8_E5M2)
+    monkeypatch.setattr(codecs, "DTYPES", codecs.DTYPES - {KVCacheDType.FP8_E5M2})
+    with pytest.raises(UnsupportedError, match="dtype: got 'fp8_e5m2', which no kernel encodes or decodes"):
+        codecs.codecs_of(spec)
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.AUTO, KVCacheDType.FP8_DS_MLA])
+def test_a_dtype_that_attention_does_not_decode_is_refused(dtype):
+    """It has no format; and of one in `DECODED` without a case, neither keys nor values are decoded in another way."""
+    word, expected = jnp.zeros(128, jnp.uint32), f"dtype: got '{dtype.value}', which attention does not decode"
+    with pytest.raises(UnsupportedError, match=expected):
+        Format.of(dtype)
+    without_case = Format(dtype, np.dtype(np.float16), 8)
+    with pytest.raises(UnsupportedError, match=expected):
+        without_case.key_pairs([word], 4, [])
+    with pytest.raises(UnsupportedError, match=expected):
+        without_case.value_pairs(word, None)

@@ -120,18 +120,18 @@ def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
     check(ragged((50,), (63,), dtype="nvfp4"), attend)
 
 
-def test_tokens_before_a_few_rows_are_attended_to_in_segments(attend, monkeypatch):
-    monkeypatch.setattr(prompt_problem, "MIN_SEGMENT", 32)
-    segments: list[int] = []
+def test_tokens_before_a_few_rows_are_attended_to_in_splits(attend, monkeypatch):
+    monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 32)
+    splits: list[int] = []
     attend_in_place = prompt_kernel.kernel.attend
 
-    def recorded_segments(*args: Any) -> None:
-        segments.append(args[-1].segments)
+    def recorded_splits(*args: Any) -> None:
+        splits.append(args[-1].splits)
         attend_in_place(*args)
 
-    monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_segments)
+    monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_splits)
     check(ragged((20, 9, 12, 0, 1), (190, 130, 12, 0, 50), dtype="nvfp4", sinks=True), attend)
-    assert set(segments) == ({6} if attend.has_prompt_kernel else set())
+    assert set(splits) == ({6} if attend.has_prompt_kernel else set())
 
 
 def test_prompts_that_take_too_much_memory_together_are_served_in_lots(attend, monkeypatch):
@@ -427,15 +427,15 @@ def test_a_step_without_tokens_gives_no_rows(batch_invariant):
     assert ragged_paged_attention(**call).shape == (0, 4, 64)
 
 
-def test_batch_invariant_prompts_are_not_divided_into_segments(attend, monkeypatch):
+def test_batch_invariant_prompts_are_not_divided_into_splits(attend, monkeypatch):
     """Of which there are more the fewer rows a batch has; and their tiles are those of any table."""
     if not attend.has_prompt_kernel:
         pytest.skip("another implementation")
-    monkeypatch.setattr(prompt_problem, "MIN_SEGMENT", 32)
+    monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 32)
     attend_in_place, seen = prompt_kernel.kernel.attend, []
 
     def recorded(operands: Any, *args: Any) -> None:
-        seen.append((args[-1].segments, operands.keys.shape[1] % prompt_kernel.kernel.TOKENS))
+        seen.append((args[-1].splits, operands.keys.shape[1] % prompt_kernel.kernel.TOKENS))
         attend_in_place(operands, *args)
 
     monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded)

@@ -37,7 +37,7 @@ from kvjax import (
     reshape_and_cache_flash,
     rope_and_cache,
 )
-from kvjax.kernels.write import plan
+from kvjax.kernels.write import launch_config
 
 AXES = {
     "dtype": [dtype.value for dtype in STORED_KV_CACHE_DTYPES],
@@ -109,11 +109,11 @@ def test_the_interpreted_kernel_writes_the_same_without_races(case):
     ("head_size", "num_tokens", "each"), [(128, 4, 1), pytest.param(64, 9, 2, marks=pytest.mark.full)]
 )
 def test_interpreted_programs_of_whole_tokens_write_the_same_without_races(head_size, num_tokens, each, monkeypatch):
-    monkeypatch.setattr(plan, "PROGRAMS", 2)
+    monkeypatch.setattr(launch_config, "PROGRAMS", 2)
     case = {axis: values[0] for axis, values in AXES.items()} | {"dtype": "bfloat16", "heads": (8, 8)}
     case |= {"input_dtype": "bfloat16", "head_size": head_size, "num_tokens": num_tokens}
     spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=head_size)
-    assert plan.WriteConfig.choose(spec, num_tokens, rotates=True) == plan.WriteConfig(each)
+    assert launch_config.WriteConfig.choose(spec, num_tokens, rotates=True) == launch_config.WriteConfig(each)
     with interpret_mode(detect_races=True):
         check("mosaic", case)
 

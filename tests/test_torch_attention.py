@@ -37,7 +37,7 @@ import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError, kernels  # noqa: E402
 from kvjax.kernels.attention import choice  # noqa: E402
-from kvjax.kernels.attention.stages import StagePlan  # noqa: E402
+from kvjax.kernels.attention.stages import StageLayout  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
 from kvjax_torch.arguments.attention import attention_plan  # noqa: E402
 from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
@@ -384,7 +384,7 @@ def test_views_of_one_allocation_are_one_memory(dtype, form, layout, recorder):
     kvjax_torch.paged_attention(**call)
     problem = recorder[0].kernel.origin.arguments["problem"]
     assert problem.one_memory == (form != "two_tensors")
-    plan = StagePlan.of(problem.spec, problem.memory, 8, 1, one_memory=problem.one_memory)
+    plan = StageLayout.of(problem.spec, problem.memory, 8, 1, one_memory=problem.one_memory)
     assert len(plan.chunks) == {"NHD": 8, "HND": 1}[layout] + (form == "two_tensors")
 
 

@@ -23,7 +23,7 @@ from support.torch_helpers import A_WHILE  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
 from kvjax_torch import to_jax, to_torch  # noqa: E402
 from kvjax_torch.arguments.dtypes import numpy_dtype  # noqa: E402
-from kvjax_torch.memory.borrow import LENDABLE_DTYPES  # noqa: E402
+from kvjax_torch.sharing.borrow import LENDABLE_DTYPES  # noqa: E402
 
 NEEDS_X64 = (torch.int64, torch.uint64, torch.float64, torch.complex128)
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from support.helpers import matrix
 
-from kvjax_torch.memory import exports
-from kvjax_torch.memory.exports import Export
+from kvjax_torch.sharing import exports
+from kvjax_torch.sharing.exports import Export
 
 
 class Clock:
@@ -213,7 +213,7 @@ atexit.register(lambda: {so} or os._exit(3))  # runs after what is registered fr
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from kvjax_torch import to_jax
-from kvjax_torch.memory import exports
+from kvjax_torch.sharing import exports
 
 exports._MAX_WAIT = 1000  # longer than this test
 program = jax.jit(lambda array, rounds: {PROGRAMS[device]})

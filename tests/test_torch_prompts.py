@@ -33,7 +33,7 @@ from kvjax import (  # noqa: E402
     kernels,
     ragged_paged_attention,
 )
-from kvjax.kernels.memory import ANY_LENGTH  # noqa: E402
+from kvjax.kernels.launchable import ANY_LENGTH  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of, word_of  # noqa: E402
 from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
@@ -260,15 +260,15 @@ def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, 
 
 
 @pytest.mark.full
-def test_a_segment_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: pytest.MonkeyPatch):
+def test_a_split_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: pytest.MonkeyPatch):
     """Memory that other calls have used holds zeros, as the bias of tokens that are present does."""
     interpret_kernels(monkeypatch)
     monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(multiprocessors=8))
     monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
-    monkeypatch.setattr(prompt_kernels, "_segments", lambda *_: 4)
+    monkeypatch.setattr(prompt_kernels, "_splits", lambda *_: 4)
     case = ragged((64,), (400,), dtype="bfloat16", head_size=16, block_size=16, num_kv_heads=1, group=1)
     problem = ragged_suite.build(case)
-    # Tokens from the third tile on are absent, those of the last rows too: of four segments one has none.
+    # Tokens from the third tile on are absent, those of the last rows too: of four splits one has none.
     query, cache, table, lens = problem.args
     table = np.where(np.arange(table.shape[1]) < 16, table, -1)
     absent = dataclasses.replace(problem, args=(query, cache, table, lens))
@@ -358,7 +358,7 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
     # A soft cap takes four registers more than there are; JAX's kernel, which has no tiles to address, takes fewer.
-    # In fp8, segments take two more with jax 0.12.
+    # In fp8, splits take two more with jax 0.12.
     assert kernel.spill_bytes <= (32 if "logits_soft_cap" in options else 8 if "is_divided" in options else 0)
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
     if made[0] == "prompts":
@@ -424,7 +424,7 @@ def test_products_in_fp8_on_a_gpu_have_the_errors_of_rounding(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_e4m3"])
-def test_few_rows_in_fp8_behind_many_tokens_are_attended_to_in_segments(dtype: str):
+def test_few_rows_in_fp8_behind_many_tokens_are_attended_to_in_splits(dtype: str):
     for q_lens, lens in (((40,), (5000,)), ((70, 1, 0), (5000, 100, 0))):
         problem = ragged_suite.build(ragged(q_lens, lens, dtype=dtype, head_size=128, group=4, sinks=True))
         results = ragged_suite.run(problem, attend_on("cuda", query_quantization=True, decode_q_len=1))
@@ -434,8 +434,8 @@ def test_few_rows_in_fp8_behind_many_tokens_are_attended_to_in_segments(dtype: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [3, 40, 70])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_few_rows_behind_many_tokens_are_attended_to_in_segments(q_len: int, sinks: bool):
-    """With other rows, which segments do not touch; fewer than 64 in all are padded."""
+def test_few_rows_behind_many_tokens_are_attended_to_in_splits(q_len: int, sinks: bool):
+    """With other rows, which splits do not touch; fewer than 64 in all are padded."""
     for q_lens, lens in (((q_len,), (5000,)), ((q_len, 1, 0), (5000, 100, 0))):
         case = ragged(q_lens, lens, dtype="nvfp4", head_size=128, group=4, sinks=sinks)
         ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=1))

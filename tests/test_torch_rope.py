@@ -168,7 +168,7 @@ def test_torch_rotates_what_the_kernel_does_not_take_to_the_same_bytes(dtype: st
     few={"dtype": ["nvfp4"], "rotated": [0.5]},
 )
 def test_the_interpreted_kernel_of_a_call_writes_the_same(case: dict[str, Any], monkeypatch):
-    monkeypatch.setattr(kvjax.kernels.write.plan, "PROGRAMS", 2)  # so that a program of five tokens takes two
+    monkeypatch.setattr(kvjax.kernels.write.launch_config, "PROGRAMS", 2)  # so that a program of five tokens takes two
     call = Tokens(case)
     scales = [torch.tensor(scale) for scale in SCALES]
     writing._write_kernel.cache_clear()

@@ -224,7 +224,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         each = prompt_kernels.prompt_bytes(longest, self.num_kv_heads, sizes, served.dense_dtype.itemsize)
         dense = each * options.prompts_at_once(each, config.scheduler_config.max_num_seqs)
         if served.why_no_prompt_kernel is None:
-            more = 4 * options.SEGMENT_BYTES + output.nbytes  # joined in float32
+            more = 4 * options.SPLIT_BYTES + output.nbytes  # joined in float32
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
         torch.empty(dense + more, dtype=torch.uint8, device=query.device)

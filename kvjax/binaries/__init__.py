@@ -19,7 +19,7 @@ from kvjax.binaries.folder import Folder, folder_of, size_of
 from kvjax.binaries.keys import key_of
 from kvjax.binaries.module import given_integers as given_integers
 from kvjax.binaries.workers import compile_all
-from kvjax.kernels.memory import AnyCount
+from kvjax.kernels.launchable import AnyCount
 
 __all__ = ["Binary", "Device", "LaunchUnavailableError", "Shape", "compiled", "given_integers", "num_compilations"]
 

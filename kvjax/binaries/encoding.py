@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.kernels.memory import AnyCount, Origin
+from kvjax.kernels.launchable import AnyCount, Origin
 
 _PACKAGE = "kvjax."
 

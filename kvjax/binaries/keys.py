@@ -19,7 +19,7 @@ import jax
 
 from kvjax.binaries.binary import Device
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
-from kvjax.kernels.memory import AnyCount
+from kvjax.kernels.launchable import AnyCount
 
 SOURCES = Path(__file__).parents[1]
 """The folder of kvjax's sources, which say what kernels do."""

@@ -24,7 +24,7 @@ from kvjax.binaries.compiling import can_compile_for, compile_here, in_turn
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
 from kvjax.binaries.keys import options
 from kvjax.errors import KVCacheValueError, shown
-from kvjax.kernels.memory import AnyCount
+from kvjax.kernels.launchable import AnyCount
 
 PROCESSES_VARIABLE = "KVJAX_COMPILE_PROCESSES"
 MOST_PROCESSES = 8

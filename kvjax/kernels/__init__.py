@@ -5,7 +5,7 @@ The names exported here are for launchers that pass addresses instead of JAX arr
 - `target`, `placement`: the GPU that a call is lowered for, and what serves it there.
 - `compat`, `ptx`, `warpgroups`, `lanes`: Pallas on each version of jax and interpreted; PTX on arrays; operations of a
   warpgroup; one register of each thread as an array.
-- `registers`, `tiles`, `memory`: layouts in registers and in shared memory; caller-owned memory.
+- `registers`, `tiles`, `launchable`: layouts in registers and in shared memory; kernels over caller-owned memory.
 - `arithmetic`, `nvfp4`, `e2m1`, `four_over_six`, `decoding`, and `codecs`, which has the two directions of each dtype.
 - `write`, `gather`, `gather_rows`, `row_places`, `attention`, `mla`, `prompts`: the kernels.
 """
@@ -18,11 +18,11 @@ from kvjax.kernels.attention.choice import passes as attention_passes
 from kvjax.kernels.attention.problem import Softmax as Softmax
 from kvjax.kernels.gather import any_count as gather_kernel
 from kvjax.kernels.gather_rows import any_rows as row_gather_kernel
-from kvjax.kernels.memory import AnyCount as AnyCount
-from kvjax.kernels.memory import PageMemory as PageMemory
-from kvjax.kernels.memory import RowMemory as RowMemory
-from kvjax.kernels.memory import packed as packed
-from kvjax.kernels.memory import why_not_elements as why_not_elements
+from kvjax.kernels.launchable import AnyCount as AnyCount
+from kvjax.kernels.launchable import PageMemory as PageMemory
+from kvjax.kernels.launchable import RowMemory as RowMemory
+from kvjax.kernels.launchable import packed as packed
+from kvjax.kernels.launchable import why_not_elements as why_not_elements
 from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
 from kvjax.kernels.mla.tiles import operand_dtypes as mla_operand_dtypes
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
@@ -32,8 +32,8 @@ from kvjax.kernels.prompts.any_fp8 import any_units as prompt_units_kernel
 from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
 from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
 from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
-from kvjax.kernels.prompts.any_prompts import segments as prompt_segments
-from kvjax.kernels.prompts.memory import FIELDS as PROMPT_FIELDS
+from kvjax.kernels.prompts.any_prompts import splits as prompt_splits
+from kvjax.kernels.prompts.operands import FIELDS as PROMPT_FIELDS
 from kvjax.kernels.prompts.schedule import StepKind as StepKind
 from kvjax.kernels.prompts.schedule import any_schedule as step_schedule_kernel
 from kvjax.kernels.prompts.schedule import num_programs as step_schedule_programs
@@ -80,7 +80,7 @@ __all__ = [
     "prompt_fp8_gather_kernel",
     "prompt_gather_kernel",
     "prompt_kernel",
-    "prompt_segments",
+    "prompt_splits",
     "prompt_units_kernel",
     "row_gather_kernel",
     "row_places_kernel",

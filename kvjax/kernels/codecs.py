@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import arithmetic, compat, decoding, nvfp4
-from kvjax.kernels.aliases import DType, DTypeLike, Layout, Ref, Scalar
-from kvjax.kernels.memory import Rows
+from kvjax.kernels.aliases import DType, DTypeLike, Layout, Ref, Scalar, ScratchType
+from kvjax.kernels.launchable import Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -78,11 +78,11 @@ class Codec:
         """Keys or values as the write takes them, `[num_tokens, elements]`."""
         return x.reshape(x.shape[0], -1)
 
-    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[ScratchType]:
         """Shared memory for encoded rows."""
         return []
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Ref]) -> LoadedRows:
         """Loads the rows of tokens, to be staged."""
         raise NotImplementedError
 
@@ -126,11 +126,11 @@ class BytesCodec(Codec):
         """One: there are no scales."""
         return 1
 
-    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[ScratchType]:
         """Shared memory for elements."""
         return [plgpu.SMEM((tokens, heads * head_size), self.dtype.info.storage_dtype)]
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Ref]) -> LoadedRows:
         """Loads the rows of tokens, `[num_tokens, elements]`."""
         shape = num_tokens, staged[0].shape[1]
         ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, shape[1])]
@@ -159,12 +159,12 @@ class RowCodec(Codec):
     encode_row: Callable[..., tuple[jax.Array, jax.Array]]
     decode_row: Callable[..., jax.Array]
 
-    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[ScratchType]:
         """Shared memory for bytes, and for scales as int32 words."""
         data, scales = self.dtype.info.row_bytes(head_size)
         return [plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM((tokens, heads * scales // 4), jnp.int32)]
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Ref]) -> LoadedRows:
         """Loads the rows of tokens, `[num_tokens, scales, elements of a scale]`, what shares a scale in one warp."""
         (_, elements), (_, num_scales) = (ref.shape for ref in staged)
         shape = num_tokens, num_scales, elements // num_scales
@@ -226,11 +226,11 @@ class BlockCodec(Codec):
         pairs = x.reshape(x.shape[0], -1, 2)
         return pairs if x.dtype.itemsize == 4 else lax.bitcast_convert_type(pairs, jnp.uint32)
 
-    def staging(self, tokens: int, heads: int, head_size: int) -> list[Any]:
+    def staging(self, tokens: int, heads: int, head_size: int) -> list[ScratchType]:
         """Shared memory for bytes of codes and of scales."""
         return [plgpu.SMEM((tokens, heads * size), jnp.uint8) for size in self.dtype.info.row_bytes(head_size)]
 
-    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Any]) -> LoadedRows:
+    def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Ref]) -> LoadedRows:
         """Loads the blocks of tokens, `[num_tokens, num_blocks, pairs]`: words of two elements, or two arrays."""
         num_blocks = staged[1].shape[1]
         shape = num_tokens, num_blocks, self.pairs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 from jax._src import config
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels.aliases import Kernel, Layout, Ref
+from kvjax.kernels.aliases import Barriers, Kernel, Layout, OutType, Ref, ScratchType
 
 # Lane semantics: kernels choose register layouts themselves. They also have their own barriers wherever a thread reads
 # what another wrote; those that Mosaic would put around each store cost more than the store.
@@ -38,7 +37,7 @@ def named(name: str, body: Callable[..., None]) -> Callable[..., None]:
 
 
 def program_kernel(
-    name: str, body: Callable[..., None], grid: int, out_type: Any = (), scratch_types: Sequence[Any] = ()
+    name: str, body: Callable[..., None], grid: int, out_type: OutType = (), scratch_types: Sequence[ScratchType] = ()
 ) -> Kernel:
     """The kernel of `body`, with a grid of programs that are one warpgroup each."""
     kernel: Kernel = plgpu.kernel(
@@ -59,8 +58,13 @@ def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.
         return whole if shape is None else whole.reshape(shape)
     if shape is not None:
         ref = ref.reshape(*shape)
-    loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
+    loaded: jax.Array = plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[arg-type]  # a protocol
     return loaded
+
+
+def copy_to_shared(source: Ref, target: Ref, full: Barriers) -> None:
+    """Starts a copy from global to shared memory; `full` is the barrier that completes when it has arrived."""
+    plgpu.copy_gmem_to_smem(source, target, full)  # type: ignore[arg-type]  # a protocol
 
 
 def layout_cast(x: jax.Array, layout: Layout) -> jax.Array:

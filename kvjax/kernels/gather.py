@@ -25,7 +25,7 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,

@@ -21,7 +21,7 @@ from kvjax.kernels import compat
 from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of, why_not_pages
 from kvjax.kernels.gather import dense_types
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     SCALES,

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import compat, tiles, warpgroups
 from kvjax.kernels.aliases import DType, Layout, Ref, Scalar
 from kvjax.kernels.codecs import Codec, RowCodec
-from kvjax.kernels.memory import Pages
+from kvjax.kernels.launchable import Pages
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
@@ -33,6 +33,10 @@ WORD_BYTES = 4
 MAX_PIECES_LOADED = 9
 """Maximum number of pieces in registers at once. Swizzled values have many: this is the keys and half of the values
 where those are quarters of a row. More do not fit where odd numbers of heads leave threads idle."""
+
+
+Dense = Any
+"""A reference to a result, or `tiles.Places`."""
 
 
 class GatherOperand(NamedTuple):
@@ -50,7 +54,7 @@ class GatherOperand(NamedTuple):
     codec: Codec
     pages: Pages
     scale: Scalar
-    dense: Ref
+    dense: Dense
     scale_pages: Pages | None = None
     alignment: int = MAX_VECTOR_BYTES
 
@@ -69,7 +73,7 @@ class Piece:
     """
 
     stored: Sequence[Any]
-    dense: Sequence[Any]
+    dense: Sequence[Dense]
     layout: Layout
     first_token: int = 0
     token_step: int = 1
@@ -132,7 +136,7 @@ class PageTokens(NamedTuple):
     token: jax.Array
     number: int
     num_valid: jax.Array
-    first_valid: Sequence[Any] = (None, None)
+    first_valid: Sequence[jax.Array | None] = (None, None)
 
 
 def decode_tokens(operands: Sequence[GatherOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
@@ -158,7 +162,7 @@ class DecodedPiece(NamedTuple):
     piece: Piece
     decode: Callable[..., list[jax.Array]]
     num_valid: jax.Array
-    first_valid: Any
+    first_valid: jax.Array | None
 
 
 def store_pieces(pieces: Sequence[DecodedPiece]) -> None:
@@ -178,7 +182,7 @@ def decoded_pieces(
     for operand, first in zip(operands, first_valid, strict=False):
         codec, pages, scale, _, scale_pages, _ = operand
         data, *scales = pages.regions
-        stored = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
+        stored: list[Any] = [_tokens_of_page(pages, page, token, spec, num_tokens, data)]
         if isinstance(codec, RowCodec):
             source = (pages, scales[0]) if scale_pages is None else (scale_pages, scale_pages.regions[0])
             dims = *stored[0].shape[:2], *codec.blocks(stored[0].shape[2])
@@ -198,7 +202,7 @@ def decoded_pieces(
 
 def _tokens_of_page(
     pages: Pages, number: jax.Array, token: jax.Array, spec: AttentionSpec, num_tokens: int, region: PageRegion
-) -> Any:
+) -> Ref:
     """A region's rows of `num_tokens` tokens of a page, from `token` on: `[num_tokens, num_kv_heads, row]`."""
     itemsize = jnp.dtype(pages.ref.dtype).itemsize
     heads_first = spec.num_kv_heads == 1 or (spec.block_size > 1 and region.head_stride > region.token_stride)
@@ -235,7 +239,7 @@ def _pieces(stored: Sequence[Any], operand: GatherOperand) -> Iterator[Piece]:
     pages, dense = operand.pages, operand.dense
     max_vector = _max_vector(stored[0], operand)
 
-    def piece(stored: Sequence[Any], dense: Any, *tokens: int) -> Piece:
+    def piece(stored: Sequence[Any], dense: Dense, *tokens: int) -> Piece:
         shape = stored[0].shape
         if len(dense.shape) == len(shape):
             return Piece(stored, [dense], lane_layout(shape, max_vector), *tokens)
@@ -268,7 +272,7 @@ def _pieces(stored: Sequence[Any], operand: GatherOperand) -> Iterator[Piece]:
         yield piece((run_data, run_scales), run_dense, token, SWIZZLE_TOKENS)
 
 
-def _max_vector(stored: Any, operand: GatherOperand) -> int:
+def _max_vector(stored: Ref, operand: GatherOperand) -> int:
     """Maximum number of elements of a vector load and store: 16 bytes, where everything is aligned to them."""
     itemsize, dense_itemsize = (jnp.dtype(x.dtype).itemsize for x in (stored, operand.dense))
     region, pages = operand.pages.regions[0], operand.pages

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import Context
+from kvjax.kernels.aliases import Context, DType, Value
 from kvjax.kernels.target import Target, tracing_for
 
 MIN_COMPUTE_CAPABILITY = 9.0
@@ -32,15 +32,28 @@ _IN_SHARD_MAP = (
 )
 
 
+Arrays = Any
+"""A pytree of arrays."""
+
+Refuses = Callable[[Target], str | None]
+"""Why a kernel cannot run on a GPU; None if it can."""
+
+Leaves = Callable[..., list[jax.Array]]
+"""A function from the leaves of its arguments to those of its results."""
+
+Shapes = tuple[tuple[tuple[int, ...], DType], ...]
+"""The shapes and dtypes of arrays."""
+
+
 def run(
     required: bool,
-    refuses: Callable[[Target], str | None],
-    mosaic: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    results: Callable[..., Any],
-    *args: Any,
+    refuses: Refuses,
+    mosaic: Callable[..., Arrays],
+    otherwise: Callable[..., Arrays],
+    results: Callable[..., Arrays],
+    *args: Arrays,
     **static: Hashable,
-) -> Any:
+) -> Arrays:
     """Calls `mosaic` if the lowered program can contain its kernel, otherwise `otherwise`, with the same arguments.
 
     A program can contain a kernel in interpret mode, and on a single CUDA device of compute capability 9.0 or later:
@@ -76,8 +89,8 @@ class _Call:
     It is traced when the program is lowered, in the x64 mode of the time of the call.
     """
 
-    function: Callable[..., Any]
-    tree: Any
+    function: Callable[..., Arrays]
+    tree: jax.tree_util.PyTreeDef
     static: tuple[tuple[str, Hashable], ...]
     enable_x64: bool
 
@@ -90,7 +103,7 @@ class _Call:
 class _Mapped:
     """`jax.vmap` of a function; instances of equal functions are equal."""
 
-    function: Callable[..., list[jax.Array]]
+    function: Leaves
     in_axes: tuple[int | None, ...]
 
     def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -102,7 +115,7 @@ class _For:
     """A function that is traced for a target; instances of equal functions and targets are equal."""
 
     target: Target
-    function: Callable[..., list[jax.Array]]
+    function: Leaves
 
     def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
         with tracing_for(self.target):
@@ -117,7 +130,7 @@ def _target() -> Target:
     return next((Target.of(device) for device in devices if hasattr(device, "compute_capability")), Target.of(abstract))
 
 
-def target_of(array: Any) -> Target | None:
+def target_of(array: jax.Array) -> Target | None:
     """The target of a concrete array's devices; None of a traced array, whose devices are unknown, and of no GPU."""
     if isinstance(array, jax.core.Tracer):
         return None
@@ -125,7 +138,7 @@ def target_of(array: Any) -> Target | None:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def implementation(function: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
+def implementation(function: Leaves, *leaves: jax.Array) -> list[jax.Array]:
     """Calls `function`. jit traces it once for equal argument types, and profilers show this name."""
     return function(*leaves)
 
@@ -135,12 +148,12 @@ _run_p.multiple_results = True
 
 
 def _bind(
-    leaves: Sequence[Any],
+    leaves: Sequence[jax.Array],
     required: bool,
-    refuses: Callable[[Target], str | None],
-    mosaic: Callable[..., list[jax.Array]],
-    otherwise: Callable[..., list[jax.Array]],
-    shapes: tuple[tuple[tuple[int, ...], Any], ...],
+    refuses: Refuses,
+    mosaic: Leaves,
+    otherwise: Leaves,
+    shapes: Shapes,
 ) -> list[jax.Array]:
     if not any(map(_is_spread, leaves)):
         implementations = {"refuses": refuses, "mosaic": mosaic, "otherwise": otherwise}
@@ -150,13 +163,13 @@ def _bind(
     return otherwise(*leaves)
 
 
-def _is_spread(array: Any) -> bool:
+def _is_spread(array: jax.Array) -> bool:
     """Whether an array's type is sharded over explicit mesh axes, or varies in a checked shard_map."""
     aval = jax.typeof(array)
     return bool(aval.manual_axis_type.varying) or any(axis is not None for axis in aval.sharding.spec)
 
 
-def why_not(array: Any) -> str | None:
+def why_not(array: jax.Array) -> str | None:
     """Why no kernel can run on a concrete array's devices; `None` where one can, or where devices are unknown."""
     if isinstance(array, jax.core.Tracer) or compat.interpreting():
         return None
@@ -164,7 +177,7 @@ def why_not(array: Any) -> str | None:
     return _why_not("/".join({device.platform for device in devices}), len(devices), list(devices))
 
 
-def _why_not(platform: str, num_devices: int, devices: list[Any]) -> str | None:
+def _why_not(platform: str, num_devices: int, devices: list[jax.Device]) -> str | None:
     if platform not in ("gpu", "cuda"):
         return (
             f"Pallas Mosaic GPU kernels need a CUDA GPU, and this runs on {platform}. To check one there, lower for it"
@@ -182,7 +195,7 @@ def _why_not(platform: str, num_devices: int, devices: list[Any]) -> str | None:
     return None
 
 
-def _types(*_: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], **__: Any) -> list[ShapedArray]:
+def _types(*_: object, shapes: Shapes, **__: object) -> list[ShapedArray]:
     mesh = jax.sharding.get_abstract_mesh()
     return [
         ShapedArray(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(shape))))
@@ -190,14 +203,18 @@ def _types(*_: Any, shapes: tuple[tuple[tuple[int, ...], Any], ...], **__: Any) 
     ]
 
 
-def _run_here(*leaves: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> list[jax.Array]:
+def _run_here(
+    *leaves: jax.Array, required: bool, refuses: Refuses, mosaic: Leaves, otherwise: Leaves, **_: object
+) -> list[jax.Array]:
     """On concrete arrays, as under `jax.disable_jit`."""
     target = _target()
     reason = next((reason for reason in map(why_not, leaves) if reason is not None), None) or refuses(target)
     return _For(target, _chosen(required, mosaic, otherwise, reason))(*leaves)
 
 
-def _lower(ctx: Context, *operands: Any, required: bool, refuses: Any, mosaic: Any, otherwise: Any, **_: Any) -> Any:
+def _lower(
+    ctx: Context, *operands: Value, required: bool, refuses: Refuses, mosaic: Leaves, otherwise: Leaves, **_: object
+) -> Sequence[Value]:
     platforms = ctx.platforms or ctx.module_context.platforms
     reason = _why_not("/".join(platforms), _num_devices(ctx.module_context.axis_context), _visible_gpus())
     if reason is None:
@@ -207,7 +224,7 @@ def _lower(ctx: Context, *operands: Any, required: bool, refuses: Any, mosaic: A
     return mlir.lower_fun(functools.partial(implementation, chosen))(ctx, *operands)
 
 
-def _chosen(required: bool, mosaic: Any, otherwise: Any, reason: str | None) -> Any:
+def _chosen(required: bool, mosaic: Leaves, otherwise: Leaves, reason: str | None) -> Leaves:
     if required and reason is not None:
         raise UnsupportedError(reason)
     return mosaic if reason is None else otherwise
@@ -220,7 +237,16 @@ mlir.register_lowering(_run_p, _lower)
 mlir.register_lowering(_run_p, _lower, platform="cuda")
 
 
-def _map(leaves: Any, dims: Any, *, required: bool, refuses: Any, mosaic: Any, otherwise: Any, shapes: Any) -> Any:
+def _map(
+    leaves: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    required: bool,
+    refuses: Refuses,
+    mosaic: Leaves,
+    otherwise: Leaves,
+    shapes: Shapes,
+) -> tuple[list[jax.Array], list[int]]:
     in_axes = tuple(dims)
     size = next(leaf.shape[axis] for leaf, axis in zip(leaves, in_axes, strict=True) if axis is not None)
     shapes = tuple(((size, *shape), dtype) for shape, dtype in shapes)
@@ -231,12 +257,14 @@ def _map(leaves: Any, dims: Any, *, required: bool, refuses: Any, mosaic: Any, o
 batching.primitive_batchers[_run_p] = _map
 
 
-def _differentiate(primals: Any, tangents: Any, *, required: bool, otherwise: Any, **_: Any) -> Any:
+def _differentiate(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array], *, required: bool, otherwise: Leaves, **_: object
+) -> tuple[list[jax.Array], list[jax.Array]]:
     if required:
         raise UnsupportedError("the kernel has no gradient; implementation=None or 'xla' has, where XLA's form has one")
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    def of_moving(*some: Any) -> Any:
+    def of_moving(*some: jax.Array) -> list[jax.Array]:
         leaves = list(primals)
         for i, x in zip(moving, some, strict=True):
             leaves[i] = x
@@ -248,7 +276,7 @@ def _differentiate(primals: Any, tangents: Any, *, required: bool, otherwise: An
 ad.primitive_jvps[_run_p] = _differentiate
 
 
-def _num_devices(axis_context: Any) -> int:
+def _num_devices(axis_context: Context) -> int:
     """Devices over which XLA would partition the program; inside `shard_map` only those of automatic axes."""
     if hasattr(axis_context, "manual_axes"):
         shape = dict(axis_context.mesh.shape)
@@ -256,7 +284,7 @@ def _num_devices(axis_context: Any) -> int:
     return int(getattr(axis_context, "num_devices", 1))
 
 
-def _visible_gpus() -> list[Any]:
+def _visible_gpus() -> list[jax.Device]:
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:  # cross-compilation on a machine without GPUs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from kvjax.kernels.aliases import Context, Kernel, Value
+from kvjax.kernels.aliases import Context, Kernel, Lowered, Value
 from kvjax.kernels.compat import interpreting
 from kvjax.kernels.registers import lane_layout
 
@@ -139,16 +138,16 @@ def map_rows(
     return codes, result
 
 
-def _ptx_result(*operands: Any, model: Callable[..., jax.Array], **_: Any) -> Any:
+def _ptx_result(*operands: jax.core.ShapedArray, model: Callable[..., jax.Array], **_: object) -> jax.core.ShapedArray:
     result = jax.eval_shape(model, *operands)
     return jax.core.ShapedArray(result.shape, result.dtype)
 
 
-def _ptx_reduce_result(x: Any, **_: Any) -> Any:
+def _ptx_reduce_result(x: jax.core.ShapedArray, **_: object) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(x.shape[:-1], x.dtype)
 
 
-def _ptx_sum_result(x: Any, *_: Any, **__: Any) -> Any:
+def _ptx_sum_result(x: jax.core.ShapedArray, *_: object, **__: object) -> jax.core.ShapedArray:
     return jax.core.ShapedArray(x.shape[:-1], np.dtype(np.float32))
 
 
@@ -158,7 +157,7 @@ def _lower_ptx(
     code: str | Callable[[int], str],
     model: Callable[..., jax.Array],
     since: tuple[int, int],
-) -> Any:
+) -> Lowered:
     arch = utils.get_arch()
     if (arch.major, arch.minor) < since:
         return lowering._lower_fun(model)(ctx, *operands)
@@ -196,11 +195,11 @@ def _lower_ptx_sum(ctx: Context, *operands: Value, code: Callable[[int], str]) -
     return mgpu.FragmentedArray(_registers=partial, _layout=layout, _is_signed=None).reduce(add, len(shape) - 1)
 
 
-def _ptx_rows_results(x: Value, *_: Any, **__: Any) -> Value:
+def _ptx_rows_results(x: jax.core.ShapedArray, *_: object, **__: object) -> list[jax.core.ShapedArray]:
     return [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in (x.shape, x.shape[:-1])]
 
 
-def _lower_ptx_rows(ctx: Context, x: Value, *scalars: Any, code: str, model: Callable[..., Any]) -> Value:
+def _lower_ptx_rows(ctx: Context, x: Lowered, *scalars: Lowered, code: str, model: Kernel) -> Lowered:
     [columns] = x.registers.flat[0].type.shape
     if columns != x.shape[-1]:
         return lowering._lower_fun(model)(ctx, x, *scalars)

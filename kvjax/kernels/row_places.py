@@ -18,7 +18,7 @@ from jax import lax
 from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.gather import Table
-from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
+from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.registers import THREADS
 
 COUNTS = "num_rows", "num_seqs", "max_blocks", "table_stride", "last_block", "block_size", "num_known", "num_firsts"

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
 
 MAX_SHARED_BYTES = 227 * 1024
 """Bytes of shared memory that a thread block may have on compute capability 9.0 and 10.x, the most of any GPU."""
@@ -30,7 +29,7 @@ class Target:
     shared_bytes: int = MAX_SHARED_BYTES
 
     @classmethod
-    def of(cls, device: Any) -> Target:
+    def of(cls, device: object) -> Target:
         """The target of a `jax.Device` or `jax.sharding.AbstractDevice`; what it lacks has its default."""
         multiprocessors = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
         text = getattr(device, "compute_capability", None)

@@ -11,7 +11,7 @@ In interpret mode, where shared memory has no layout, rows are just rows.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,19 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, lanes, ptx
-from kvjax.kernels.aliases import Context, DType, DTypeLike, Layout, Lowered, Ref, Scalar, Value
+from kvjax.kernels.aliases import (
+    Barriers,
+    Context,
+    DType,
+    DTypeLike,
+    Layout,
+    Lowered,
+    Ref,
+    Scalar,
+    ScratchType,
+    Transforms,
+    Value,
+)
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
 GROUP = 8
@@ -43,14 +55,14 @@ def swizzle_of(columns: int, itemsize: int = ITEMSIZE) -> int:
     return next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
 
 
-def transforms_of(columns: int, itemsize: int = ITEMSIZE) -> tuple[Any, ...]:
+def transforms_of(columns: int, itemsize: int = ITEMSIZE) -> Transforms:
     """The layout of rows in shared memory."""
     swizzle = swizzle_of(columns, itemsize)
     tiling = plgpu.TilingTransform((GROUP, swizzle // itemsize))  # type: ignore[abstract]
     return tiling, plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
-def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> Any:
+def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> ScratchType:
     """Shared memory of `count` tiles."""
     transforms = transforms_of(columns, jnp.dtype(dtype).itemsize)
     return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
@@ -104,7 +116,7 @@ class Axis:
     """An axis of elements in tiles: its length, and how far apart neighbours are."""
 
     size: int
-    rows: Any
+    rows: int | jax.Array
     columns: int
 
 
@@ -220,7 +232,7 @@ class _Integer:
 
     value: Value
 
-    def _with(self, operation: Any, other: Scalar) -> _Integer:
+    def _with(self, operation: Callable[[Value, Value], Value], other: Scalar) -> _Integer:
         other = other.value if isinstance(other, _Integer) else mgpu.c(other, ir.IntegerType.get_signless(32))
         return _Integer(operation(self.value, other))
 
@@ -243,14 +255,14 @@ class _Integer:
         return self._with(arith.shrui, other)
 
 
-def barriers(count: int) -> Any:
+def barriers(count: int) -> ScratchType:
     """Shared memory of barriers for copies of tiles, each of which `WARPS` warps arrive at."""
     if compat.interpreting():
         return plgpu.Barrier(num_barriers=count)
     return plgpu.SMEM((2 * count,), np.dtype(np.int32))
 
 
-def begin(each: Any, warpgroup: Any) -> None:
+def begin(each: Sequence[Barriers], warpgroup: jax.Array) -> None:
     """Initializes the barriers of several references; all threads of the block call it."""
     if compat.interpreting():
         return
@@ -259,7 +271,7 @@ def begin(each: Any, warpgroup: Any) -> None:
         lanes.initialize_barriers(ref, thread, [WARPS] * (ref.shape[0] // 2))
 
 
-def wait(ref: Ref, slot: Any, times: Any) -> None:
+def wait(ref: Barriers, slot: Scalar, times: Scalar) -> None:
     """Waits for a copy; `times` is how often its barrier has completed before."""
     if compat.interpreting():
         plgpu.barrier_wait(ref.at[slot])
@@ -267,15 +279,15 @@ def wait(ref: Ref, slot: Any, times: Any) -> None:
         lanes.wait_for_barrier(ref, slot, times & 1)
 
 
-def copy(source: Ref, row: Value, buffer: Any, slot: Any, ready: Any, num_rows: int | None = None) -> None:
-    """Starts the copy of a tile, from row `row` on, by the warps of a warpgroup; `ready` has its barrier.
+def copy(source: Ref, row: Scalar, buffer: Ref, slot: Scalar, full: Barriers, num_rows: int | None = None) -> None:
+    """Starts the copy of a tile, from row `row` on, by the warps of a warpgroup; `full` has its barrier.
 
     The tile has `num_rows` rows, the first ones of the slot; by default all.
     """
     _, slot_rows, columns = buffer.shape
     rows = slot_rows if num_rows is None else num_rows
     if compat.interpreting():
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, rows)], buffer.at[slot, pl.ds(0, rows)], ready.at[slot])
+        compat.copy_to_shared(source.at[pl.ds(row, rows)], buffer.at[slot, pl.ds(0, rows)], full.at[slot])
         return
     itemsize = jnp.dtype(source.dtype).itemsize
     row_bytes = columns * itemsize
@@ -283,4 +295,4 @@ def copy(source: Ref, row: Value, buffer: Any, slot: Any, ready: Any, num_rows: 
     offset = (lanes.thread_index() >> LANES.bit_length() - 1) * part
     to = offset + slot * (slot_rows * row_bytes)
     one = lanes.Copy(0, to, 0, lanes.splat(row, jnp.int32), row_bytes, offset, 0, part, offset >= 0)
-    lanes.copy_bulk(buffer, (source, source), ready, slot, [one], transforms_of(columns, itemsize))
+    lanes.copy_bulk(buffer, (source, source), full, slot, [one], transforms_of(columns, itemsize))

@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from kvjax import quant
 from kvjax.kernels import ptx
-from kvjax.kernels.aliases import Context, Kernel, Layout, Lowered, Ref, Value
+from kvjax.kernels.aliases import Accumulator, Context, Layout, Lowered, Ref, Value
 from kvjax.kernels.compat import interpreting, layout_cast
 from kvjax.kernels.registers import lane_layout
 
@@ -106,7 +106,7 @@ def store_rows(ref: Ref, value: jax.Array, first: jax.Array, start: jax.Array, s
         # an address for each element, from numbers that stay in registers.
         origin = next(iter(value.layout.thread_idxs(value.shape)))
         strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
-        later: dict[int, list[Any]] = {}
+        later: dict[int, list[tuple[list[np.intp], Value]]] = {}
         for place in np.ndindex(value.registers.shape):
             row, *rest = np.unravel_index(np.dot(place, strides[: len(place)]), value.shape)
             later.setdefault(int(row), []).append((rest, value.registers[place]))
@@ -134,7 +134,7 @@ def load_each(ref: Ref, indices: jax.Array, layout: Layout) -> jax.Array:
         return jnp.stack([ref[index] for index in indices])
 
     def run(_: Context, ref: Lowered, indices: Lowered) -> Lowered:
-        def load_one(index: Any) -> Any:
+        def load_one(index: Value) -> Value:
             return memref.load(ref, [arith.index_castui(ir.IndexType.get(), index)])
 
         return indices._pointwise(_per_scalar(load_one), output_is_signed=True)
@@ -145,7 +145,7 @@ def load_each(ref: Ref, indices: jax.Array, layout: Layout) -> jax.Array:
     return loaded
 
 
-def fetch_add(count: Any, before: Any) -> None:
+def fetch_add(count: Ref, before: Ref) -> None:
     """Adds 1 to `count`, in global memory, atomically, and stores what it was to `before`, in shared memory.
 
     Both are references to an int32. One thread of the warpgroup does so: the others read it after a barrier.
@@ -212,7 +212,12 @@ _ACC = getattr(plgpu, "ACC")  # noqa: B009  # missing from its type stubs
 
 
 def product(
-    a: Ref, b: Ref, meanwhile: Callable[[], None], total: jax.Array | None = None, *, transposed: bool = False
+    a: Ref | jax.Array,
+    b: Ref,
+    meanwhile: Callable[[], None],
+    total: jax.Array | None = None,
+    *,
+    transposed: bool = False,
 ) -> jax.Array:
     """The matrix product of `a`, in registers or shared memory, and `b`, in shared memory, on Hopper's tensor cores.
 
@@ -234,17 +239,17 @@ def product(
         meanwhile()
         result: jax.Array = jnp.dot(left, right, preferred_element_type=jnp.float32)
         return result if total is None else total + result
-    right = b.transpose((1, 0)) if transposed else b
+    right_operand = b.transpose((1, 0)) if transposed else b
 
-    def multiply(accumulator: Any) -> Any:
-        plgpu.wgmma(accumulator, a, right)
+    def multiply(accumulator: Accumulator) -> Any:
+        plgpu.wgmma(accumulator, a, right_operand)
         meanwhile()
         return None if total is not None else accumulator[...]
 
     if total is not None:
         added: jax.Array = pl.run_state(multiply)(_ACC.init(total))
         return added
-    shape = a.shape[0], right.shape[1]
+    shape = a.shape[0], right_operand.shape[1]
     multiplied: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
     return multiplied
 
@@ -256,7 +261,7 @@ def sum_of_products(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
         products = [jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in pairs]
         return functools.reduce(jnp.add, products)
 
-    def multiply(accumulator: Any) -> Any:
+    def multiply(accumulator: Accumulator) -> jax.Array:
         for a, b in pairs:
             plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
         return accumulator[...]
@@ -334,7 +339,7 @@ def copy_each(source: Ref, destination: Ref, copies: Copies, size: int, layout: 
     def run(_: Context, source: Lowered, destination: Lowered, *arrays: Lowered) -> None:
         i64, byte = (ir.IntegerType.get_signless(bits) for bits in (64, 8))
         word = ir.IntegerType.get_signless(8 * min(size, 4))
-        kind: Any = ir.VectorType.get((size // 4,), word) if size > 4 else word
+        kind: Value = ir.VectorType.get((size // 4,), word) if size > 4 else word
         from_pointer = utils.memref_ptr(source)
         to_pointer = utils.memref_ptr(destination)
 
@@ -354,7 +359,7 @@ def copy_each(source: Ref, destination: Ref, copies: Copies, size: int, layout: 
     plgpu.inline_mgpu(arg_types=types)(run)(source, destination, starts, rows, columns, condition)
 
 
-def _per_scalar(run: Callable[..., Any]) -> Kernel:
+def _per_scalar(run: Callable[..., Value]) -> Callable[..., Value]:
     """A function of registers, which may be vectors of one element, from a function of scalars."""
 
     def of_registers(*registers: Value) -> Value:

@@ -15,7 +15,7 @@ from kvjax.cache import SCALES, KVCache, check_scale_shape
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, shown
 from kvjax.memory import refuse_pinned
 from kvjax.ops import options
-from kvjax.ops.values import check_layer, check_window, is_checked
+from kvjax.ops.value_checks import check_layer, check_window, is_checked
 from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int
 

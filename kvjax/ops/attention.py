@@ -108,7 +108,8 @@ def paged_attention(
 
     A row that attends to nothing, for example of a sequence shorter than `q_len`, is 0, and its log-sum-exp is its
     sink, or -inf. Tokens outside every row's reach may hold anything, NaN included, and so may block table entries past
-    the sequence's length or before its window. Any other entry that is not a block of the cache masks its tokens.
+    the sequence's length or before its window. Any other entry that is not a block of the cache counts as missing
+    tokens.
 
     Args:
       query: `[num_seqs, num_heads, head_size]`, one token per sequence, or `[num_seqs, q_len, num_heads, head_size]`;

@@ -21,7 +21,7 @@ from kvjax.layouts import CacheLayout
 from kvjax.memory import PINNED, check_pinned, is_pinned
 from kvjax.ops import pinned, select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
-from kvjax.ops.values import check_pairs, is_checked
+from kvjax.ops.value_checks import check_pairs, is_checked
 from kvjax.scale_values import readable, refuse
 from kvjax.spec import AttentionSpec, as_bool
 

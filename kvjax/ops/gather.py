@@ -29,7 +29,7 @@ from kvjax.ops.arguments import (
     check_keys_and_values,
 )
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
-from kvjax.ops.values import check_sequences, is_checked
+from kvjax.ops.value_checks import check_sequences, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
 

@@ -15,7 +15,7 @@ from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages, pages_of
 from kvjax.kernels import gather_rows as kernel
 from kvjax.kernels import row_places
-from kvjax.kernels.memory import page_dtypes
+from kvjax.kernels.launchable import page_dtypes
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -31,7 +31,7 @@ from kvjax.ops.arguments import (
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
 from kvjax.ops.prompts import RowSequences
 from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
-from kvjax.ops.values import check_cumulative, check_sequences, check_starts, is_checked
+from kvjax.ops.value_checks import check_cumulative, check_sequences, check_starts, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_int
 

@@ -18,7 +18,7 @@ from kvjax.ops import select
 from kvjax.ops.arguments import check_array, check_cache, check_devices, check_latents
 from kvjax.ops.mla_write import LatentTokens, as_latents
 from kvjax.ops.rope import as_positions, check_rotation, rope_mosaic, rope_xla
-from kvjax.ops.values import check_positions, is_checked
+from kvjax.ops.value_checks import check_positions, is_checked
 from kvjax.ops.write import own_slots, why_not_write
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool

@@ -24,7 +24,7 @@ from kvjax.ops.arguments import (
     check_devices,
     check_latents,
 )
-from kvjax.ops.values import check_slots, is_checked
+from kvjax.ops.value_checks import check_slots, is_checked
 from kvjax.ops.write import WriteTokens, own_slots, why_not_write, write_mosaic, write_xla, written
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool

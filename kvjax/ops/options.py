@@ -29,8 +29,8 @@ MAX_DECODE_Q_LEN = 8
 DENSE_BYTES = 1 << 30
 """Limit on the dense keys and values of the prompts processed at once; those of a single one may exceed it."""
 
-SEGMENT_BYTES = 64 << 20
-"""Limit on the results of all segments that the tokens of prompts are divided into."""
+SPLIT_BYTES = 64 << 20
+"""Limit on the results of all splits that the tokens of prompts are divided into."""
 
 
 class Given(NamedTuple):
@@ -184,9 +184,9 @@ def prompts_at_once(prompt_bytes: int, num_prompts: int) -> int:
     return max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
 
 
-def most_segments(num_rows: int, num_heads: int, row_bytes: int) -> int:
-    """Returns how many segments the tokens of prompts may be divided into, each with results for all rows.
+def most_splits(num_rows: int, num_heads: int, row_bytes: int) -> int:
+    """Returns how many splits the tokens of prompts may be divided into, each with results for all rows.
 
     `row_bytes` are those of a head's result in a row, without the log-sum-exp.
     """
-    return SEGMENT_BYTES // max(1, num_rows * num_heads * (row_bytes + 4))
+    return SPLIT_BYTES // max(1, num_rows * num_heads * (row_bytes + 4))

@@ -1,7 +1,7 @@
 """Attention of long query chunks on Hopper: the gather kernel makes pages dense, the prompt kernel attends.
 
 The kernel stores the results of each row in place, among those of the rows that decode, so that no rows are packed or
-joined. Where few rows see many tokens, their tokens are divided into segments, whose results are merged.
+joined. Where few rows see many tokens, their tokens are divided into splits, whose results are merged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvjax.kernels.attention import Softmax
 from kvjax.kernels.prompts import fp8_gather
 from kvjax.ops.gather import token_mask, units_of_blocks
 from kvjax.ops.merge import merge_parts
-from kvjax.ops.options import most_segments, prompts_at_once, restricting
+from kvjax.ops.options import most_splits, prompts_at_once, restricting
 from kvjax.ops.prompts import (
     Dense,
     LayerSequences,
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
       prompts: the rows and what they attend to.
       options: the call's, with a window that restricts.
       config: how it is launched.
-      at_once: prompts of a lot: as many as `DENSE_BYTES` of `ops.options` holds.
+      at_once: prompts of a lot, whose dense keys and values fit in `DENSE_BYTES` of `ops.options`.
     """
 
     prompts: Prompts
@@ -49,22 +49,22 @@ class Launch(NamedTuple):
     def of(cls, prompts: Prompts, options: Softmax) -> Launch:
         """The launch for prompts.
 
-        With `batch_invariant`, rows are not divided into segments, whose number depends on the batch.
+        With `batch_invariant`, rows are not divided into splits, whose number depends on the batch.
         """
         spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
         options = options._replace(window=restricting(options.window, prompts.max_tokens))
         reached = prompts.max_reached(options.window)
         prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
         at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
-        most = most_segments(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
-        max_segments = 1 if options.batch_invariant else most
-        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_segments)
+        most = most_splits(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
+        max_splits = 1 if options.batch_invariant else most
+        config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_splits)
         return cls(prompts, options, config, at_once)
 
     @property
     def reads_results(self) -> bool:
         """Whether results of prompts' rows have to be those of rows that attend to nothing: one more part."""
-        return self.prompts.sinks is not None and bool(self.config.segments > 1)
+        return self.prompts.sinks is not None and bool(self.config.splits > 1)
 
 
 def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +88,7 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     def attend_lot(
         results: tuple[jax.Array, jax.Array], lot: LayerSequences
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        sinks = prompts.sinks if config.segments == 1 else None  # with the rows that attend to nothing
+        sinks = prompts.sinks if config.splits == 1 else None  # with the rows that attend to nothing
         operands = _operands(Dense.of(prompts, lot), rows, sinks, problem, options.sm_scale, alignment)
         return attend_dense(operands, results, problem, config), None
 
@@ -97,28 +97,28 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
 
 
 def padded(query: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns a query of at least `ROWS` rows, and results for it, of one segment."""
+    """Returns a query of at least `ROWS` rows, and results for it, of one split."""
     padding = max(kernel.ROWS - len(query), 0)
     rows, out, lse = (jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))) for x in (query, *results))
     return rows, (out[None], lse[None])
 
 
 def attend_dense(
-    operands: kernel.Operands | kernel.RaggedOperands,
+    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
     results: tuple[jax.Array, jax.Array],
     problem: kernel.PromptProblem,
     config: kernel.PromptConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores results of prompts among `results`, of one segment, and returns these.
+    """Stores results of prompts among `results`, of one split, and returns these.
 
-    With several segments, what is there is one more part.
+    With several splits, what is there is one more part.
     """
-    if config.segments == 1:
+    if config.splits == 1:
         return _in_place(operands, results, problem, config)
     out, lse = results
     parts = (
-        lax.empty((config.segments, *out.shape[1:]), out.dtype),
-        jnp.full((config.segments, *lse.shape[1:]), -jnp.inf, lse.dtype),
+        lax.empty((config.splits, *out.shape[1:]), out.dtype),
+        jnp.full((config.splits, *lse.shape[1:]), -jnp.inf, lse.dtype),
     )
     outs, lses = _in_place(operands, parts, problem, config)
     merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
@@ -132,7 +132,7 @@ def _operands(
     problem: kernel.PromptProblem,
     sm_scale: float,
     alignment: int,
-) -> kernel.Operands:
+) -> kernel.Operands[jax.Array]:
     cache, sequences, v_scale = dense.prompts.cache, dense.sequences, dense.prompts.v_scale
     spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
     first_row = sequences.lens - sequences.q_lens  # the position of its token
@@ -194,7 +194,7 @@ def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax
 
 
 def _in_place(
-    operands: kernel.Operands | kernel.RaggedOperands,
+    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
     results: tuple[jax.Array, jax.Array],
     problem: kernel.PromptProblem,
     config: kernel.PromptConfig,

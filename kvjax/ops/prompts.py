@@ -177,7 +177,7 @@ class Prompts(NamedTuple):
 
 
 def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of prompts, in lots of as many as `DENSE_BYTES` of `ops.options` holds.
+    """Attends with the rows of prompts, in lots whose dense keys and values fit in `DENSE_BYTES` of `ops.options`.
 
     Returns:
       The rows of each sequence from its first on: `[num_prompts, max_q_len, num_heads, head_size_v]` of the query's

@@ -44,7 +44,7 @@ from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.route import Query, check_query_quantization, route
 from kvjax.ops.softmax import InFp8, attend_pages
-from kvjax.ops.values import check_query_lens, is_checked
+from kvjax.ops.value_checks import check_query_lens, is_checked
 from kvjax.partition import Signature
 
 

@@ -20,9 +20,9 @@ from kvjax.kernels.attention import Softmax
 from kvjax.kernels.target import Target
 from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_lengths, as_sinks, check_array, check_devices
-from kvjax.ops.options import as_bool, as_sm_scale, most_segments
+from kvjax.ops.options import as_bool, as_sm_scale, most_splits
 from kvjax.ops.route import Query, route
-from kvjax.ops.values import check_cumulative, is_checked
+from kvjax.ops.value_checks import check_cumulative, is_checked
 from kvjax.spec import AttentionSpec
 
 
@@ -208,7 +208,7 @@ def _attend_mosaic(
     first_present = kv_starts % kernel.ALIGNMENT
     ends = first_present + (kv_ends - kv_starts)
     positions = ends - (q_ends - q_starts) if options.causal else ends
-    most = most_segments(num_tokens, num_heads, spec.head_size_v * query.dtype.itemsize)
+    most = most_splits(num_tokens, num_heads, spec.head_size_v * query.dtype.itemsize)
     config = kernel.choose(spec, 1, num_tokens, num_heads, len(key), most)
     num_keys = max(-(-len(key) // kernel.ALIGNMENT) * kernel.ALIGNMENT, config.tokens)
     key, value = (jnp.pad(x, ((0, num_keys - len(x)), (0, 0), (0, 0))) for x in (key, value))

@@ -25,7 +25,7 @@ from kvjax.ops.arguments import (
     check_devices,
     check_keys_and_values,
 )
-from kvjax.ops.values import check_positions, is_checked
+from kvjax.ops.value_checks import check_positions, is_checked
 from kvjax.ops.write import WriteTokens, as_tokens, flat_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import as_bool

@@ -38,7 +38,7 @@ from kvjax.ops.rows import (
     last_of_each_slot,
     scatter_rows,
 )
-from kvjax.ops.values import check_slots, is_checked
+from kvjax.ops.value_checks import check_slots, is_checked
 from kvjax.partition import CACHE, Signature
 from kvjax.spec import AttentionSpec, as_bool
 

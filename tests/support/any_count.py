@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax import AttentionSpec, KVCacheDType, MLAAttentionSpec, kernels
 from kvjax.binaries.binary import Device
-from kvjax.kernels.memory import AnyCount
+from kvjax.kernels.launchable import AnyCount
 from kvjax.pages import interleaved_regions
 from support.helpers import simple_spec
 

@@ -47,7 +47,7 @@ TORCH_LAYERS = (
     "arguments",
     "launch",
     "calls",
-    "memory",
+    "sharing",
     "eager",
     "cuda",
     "library",

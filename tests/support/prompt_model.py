@@ -15,7 +15,7 @@ from kvjax.kernels.warpgroups import in_order_of_products
 
 
 def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptProblem, config: PromptConfig) -> None:
-    """All tokens belong to the first segment; the others are not touched."""
+    """All tokens belong to the first split; the others are not touched."""
     query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks) = operands
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[2]

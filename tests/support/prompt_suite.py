@@ -74,13 +74,13 @@ def operands(
 
 
 def run(attend: Any, args: Operands, problem: PromptProblem, config: PromptConfig) -> tuple[np.ndarray, np.ndarray]:
-    shape = config.segments, *args.query.shape[:2]
+    shape = config.splits, *args.query.shape[:2]
     head_size_v = args.values.shape[2 if args.values.dtype == jnp.float8_e4m3fn else 3]
     out = jax.new_ref(jnp.full((*shape, head_size_v), UNTOUCHED, args.query.dtype))
-    lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.segments == 1 else -np.inf, np.float32))
+    lse = jax.new_ref(jnp.full(shape, UNTOUCHED if config.splits == 1 else -np.inf, np.float32))
     attend(args, out, lse, jax.new_ref(jnp.zeros_like(args.ends)), problem, config)
     got, log = np.asarray(jax.freeze(out), np.float64), np.asarray(jax.freeze(lse))
-    if config.segments == 1:
+    if config.splits == 1:
         return got[0], log[0]
     whole = np.logaddexp.reduce(log, axis=0)
     with np.errstate(invalid="ignore"):
@@ -113,6 +113,6 @@ def check(
     rows = np.zeros(len(got), bool)
     for start, count in zip(args.q_starts, args.q_lens, strict=True):
         rows[int(start) : int(start) + int(count)] = True
-    if config.segments == 1:
+    if config.splits == 1:
         assert (got[~rows] == UNTOUCHED).all()
         assert (log[~rows] == UNTOUCHED).all()

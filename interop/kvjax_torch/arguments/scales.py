@@ -30,7 +30,7 @@ def as_tensors(k_scale: Scale, v_scale: Scale, cache: torch.Tensor) -> tuple[tor
 
 def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
     """A scale as a tensor; a number on a GPU is copied there once."""
-    if type(scale) is float and not torch.compiler.is_compiling():  # as most are
+    if type(scale) is float and not torch.compiler.is_compiling():  # the common case
         constant = _constants.get((scale, cache.get_device()))
         if constant is not None:
             return constant

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
-from kvjax.ops.options import most_segments, num_reached_blocks, prompts_at_once
+from kvjax.ops.options import most_splits, num_reached_blocks, prompts_at_once
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan
 from kvjax_torch.calls import arrays, choosing
@@ -32,14 +32,14 @@ class Lots(NamedTuple):
       at_once: prompts of a lot.
       number: lots.
       num_tokens: tokens of a prompt's tiles.
-      segments: parts that a row's tokens are divided into, so that few rows occupy the whole GPU.
+      splits: parts that a row's tokens are divided into, so that few rows occupy the whole GPU.
       num_units: numbers that products in fp8 of NVFP4 divide by, of all prompts.
     """
 
     at_once: int
     number: int
     num_tokens: int
-    segments: int
+    splits: int
     num_units: int
 
     @property
@@ -58,9 +58,9 @@ class Lots(NamedTuple):
         itemsize = 1 if plan.query_quantization else 2
         each = prompt_bytes(num_tokens, spec.num_kv_heads, (spec.head_size, spec.head_size_v), itemsize)
         at_once = prompts_at_once(each, plan.max_prompts)
-        number, segments = -(-plan.max_prompts // at_once), _segments(plan, step, at_once, reached)
+        number, splits = -(-plan.max_prompts // at_once), _splits(plan, step, at_once, reached)
         num_units = 2 * spec.num_kv_heads * plan.max_prompts if plan.query_quantization else 0
-        return cls(at_once, number, num_tokens, segments, num_units)
+        return cls(at_once, number, num_tokens, splits, num_units)
 
 
 def prompt_bytes(num_tokens: int, num_kv_heads: int, head_sizes: tuple[int, int], itemsize: int = 2) -> int:
@@ -75,7 +75,7 @@ class PromptKernels(NamedTuple):
     Attributes:
       units: finds what products in fp8 divide by; None where they divide by nothing.
       gather: makes pages tiles.
-      attends: attend to whole rows and, unless batch-invariant, to segments.
+      attends: attend to whole rows and, unless batch-invariant, to splits.
     """
 
     units: kernels.AnyCount | None
@@ -105,7 +105,7 @@ def attend(
 ) -> None:
     """Serves the prompts of a step, and stores their results in place.
 
-    In several segments, their rows must before hold the results of rows that see nothing.
+    In several splits, their rows must before hold the results of rows that see nothing.
 
     Args:
       plan: of a call that the kernels serve.
@@ -117,13 +117,13 @@ def attend(
     """
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse
     spec, num_rows = attention.cache.spec, step.query.shape[0]
-    at_once, num_lots, num_tokens, segments, num_units = lots
+    at_once, num_lots, num_tokens, splits, num_units = lots
     is_aligned = out.data_ptr() % _ROW_ALIGNMENT == 0
     results = (out if is_aligned else torch.empty_like(out).copy_(out)), lse
-    if segments > 1:
+    if splits > 1:
         results = (
-            out.new_empty((segments * num_rows, *out.shape[1:])),
-            lse.new_full((segments * num_rows, *lse.shape[1:]), -torch.inf),
+            out.new_empty((splits * num_rows, *out.shape[1:])),
+            lse.new_full((splits * num_rows, *lse.shape[1:]), -torch.inf),
         )
 
     empty = step.query.new_empty
@@ -134,8 +134,8 @@ def attend(
     of_parts = list(zip(attention.cache.scale_tensors(tensors), spec.dtype.parts, strict=True))
     scales = [scale.contiguous() for scale, part in of_parts if part.takes_scale]
     row_scales = [scale for scale, part in of_parts if part.info.has_row_scales]
-    sinks = () if step.sinks is None or segments > 1 else (step.sinks.contiguous(),)
-    kernel = own.attends[segments > 1]
+    sinks = () if step.sinks is None or splits > 1 else (step.sinks.contiguous(),)
+    kernel = own.attends[splits > 1]
     (table, table_stride), found = step.table(), (schedule.prompts, schedule.header)
     max_blocks = choosing.most_blocks(spec, tensors.block_table.shape[1])
     for lot in range(num_lots):
@@ -146,10 +146,10 @@ def attend(
             running.run(running.Call(own.units, gather_counts, (*pages, *units), amount))
         running.run(running.Call(own.gather, gather_counts, (*pages, *units, *tiles), amount))
         inputs = *found, step.rows, *tiles, *units, *scales, *sinks, *results
-        running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, segments), inputs, 1))
-    if segments > 1:
+        running.run(running.Call(kernel, (step.rows.shape[0], num_tokens, first, at_once, lot, splits), inputs, 1))
+    if splits > 1:
         # What the rows hold is one more part, with the sinks.
-        parts = [x.unflatten(0, (segments, num_rows)).unbind() for x in results]
+        parts = [x.unflatten(0, (splits, num_rows)).unbind() for x in results]
         merged = merge.merge([out, *parts[0]], [lse, *parts[1]])
         out.copy_(merged[0])
         lse.copy_(merged[1])
@@ -157,20 +157,20 @@ def attend(
         out.copy_(results[0])
 
 
-def _segments(plan: RaggedPlan, step: RaggedStep, at_once: int, reached: int) -> int:
+def _splits(plan: RaggedPlan, step: RaggedStep, at_once: int, reached: int) -> int:
     attention = plan.attention
     if attention.batch_invariant:
         return 1
     spec, num_rows = attention.cache.spec, step.query.shape[0]
-    most = most_segments(num_rows, attention.num_heads, spec.head_size_v * attention.dtype.itemsize)
-    return kernels.prompt_segments(
+    most = most_splits(num_rows, attention.num_heads, spec.head_size_v * attention.dtype.itemsize)
+    return kernels.prompt_splits(
         spec,
         choosing.target_of(step.query.device),
         num_prompts=at_once,
         max_q_len=min(plan.max_q_len, num_rows),
         num_heads=attention.num_heads,
         num_tokens=reached,
-        max_segments=most if num_rows >= kernels.PROMPT_ROWS else 1,
+        max_splits=most if num_rows >= kernels.PROMPT_ROWS else 1,
     )
 
 
@@ -199,5 +199,5 @@ def _kernels(
         scale_pages = arrays.scale_memory(plan.cache, places.scale_alignments)
         gather = kernels.prompt_gather_kernel(spec, pages, kind.query.dtype, scale_pages)
     divided = dataclasses.replace(kind, has_sinks=False, is_divided=True)
-    segments = () if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)
-    return PromptKernels(units, gather, (kernels.prompt_kernel(kind, target), *segments))
+    splits = () if plan.batch_invariant else (kernels.prompt_kernel(divided, target),)
+    return PromptKernels(units, gather, (kernels.prompt_kernel(kind, target), *splits))

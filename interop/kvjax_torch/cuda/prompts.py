@@ -39,7 +39,7 @@ class Lot(NamedTuple):
 
 
 def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, dtype: torch.dtype) -> None:
-    """Serves the prompts of a step in lots of as many as `options.DENSE_BYTES` allows, and stores their results.
+    """Serves the prompts of a step in lots that fit in `options.DENSE_BYTES`, and stores their results.
 
     Args:
       plan: of the call.

@@ -66,7 +66,7 @@ def attend(
     lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
     own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
     running.compile_once((*step_kernels, *(() if own is None else own.every)), query.device)
-    if lots is not None and lots.segments > 1:
+    if lots is not None and lots.splits > 1:
         _see_nothing(out, lse, sinks)
     schedule = ragged_step.schedule(plan, step, step_kernels.schedule, 0 if lots is None else lots.num_zeros)
     if schedule.packed is not None:

@@ -36,7 +36,7 @@ from kvjax_torch.arguments.plan import (
 )
 from kvjax_torch.eager import dense, fp8
 from kvjax_torch.eager.rotation import rotate, with_canonical_nan
-from kvjax_torch.memory.borrow import to_jax, to_torch
+from kvjax_torch.sharing.borrow import to_jax, to_torch
 
 FEW_TOKENS = 64
 """Calls of more tokens are encoded or decoded in larger chunks."""

@@ -33,7 +33,7 @@ from kvjax import (
     UnsupportedError,
 )
 from kvjax_torch.hadamard import hadamard_transform
-from kvjax_torch.memory.borrow import to_jax
+from kvjax_torch.sharing.borrow import to_jax
 from kvjax_torch.transformers.attention import CACHE_ARGUMENT
 
 LENGTH = 2048

@@ -14,7 +14,7 @@ from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.choice import choose, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, Problem, Refs, Softmax
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,

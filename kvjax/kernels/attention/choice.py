@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import ABSENT
 from kvjax.kernels.attention.formats import DECODED
 from kvjax.kernels.attention.problem import (
     COLUMNS,
@@ -20,8 +21,8 @@ from kvjax.kernels.attention.problem import (
 )
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
-from kvjax.kernels.attention.stages import TILE, StagePlan
-from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.attention.stages import TILE, StageLayout
+from kvjax.kernels.launchable import Number, PageMemory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -123,7 +124,7 @@ def pipeline_bytes(target: Target) -> int:
 def _fits(problem: Problem, heads: int, warps: int, slots: int, limit: int) -> bool:
     """Whether `limit` bytes hold `slots` stages of one tile per warp, and later the states of warps."""
     groups = warps // heads
-    tile_bytes = stage_plan(problem, heads, 1).stage_bytes
+    tile_bytes = stage_layout(problem, heads, 1).stage_bytes
     return max(groups * tile_bytes * slots, _joined_bytes(problem, heads, groups)) <= limit
 
 
@@ -172,7 +173,7 @@ def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes, target: Target) ->
     return None
 
 
-def too_many_parts(num_seqs: Any) -> str:
+def too_many_parts(num_seqs: Number) -> str:
     """Why a workspace for so many sequences cannot be indexed."""
     return (
         f"with batch_invariant=True its workspace is indexed in int32; got {num_seqs} sequences, whose parts have more"
@@ -215,7 +216,7 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         while warps + WARPS <= max_warps and _fits(problem, heads, warps + WARPS, SLOTS, limit):
             warps += WARPS
         groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
-        tile_bytes = stage_plan(problem, heads, 1).stage_bytes
+        tile_bytes = stage_layout(problem, heads, 1).stage_bytes
         tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
         if max_blocks:  # 0 where it is known at launch only; then sequences may be long
             tokens = max_blocks * spec.block_size
@@ -257,13 +258,13 @@ def num_parts(problem: Problem, config: DecodeConfig) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = 2 * config.blocks
     if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).max_parts(config.part))
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, ABSENT).max_parts(config.part))
     return parts * problem.q_len * problem.num_heads
 
 
-def stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
+def stage_layout(problem: Problem, heads: int, tiles: int) -> StageLayout:
     """The layout of a stage of `tiles` tiles of `heads` heads."""
-    return StagePlan.of(
+    return StageLayout.of(
         problem.spec,
         problem.memory,
         heads,
@@ -275,7 +276,7 @@ def stage_plan(problem: Problem, heads: int, tiles: int) -> StagePlan:
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int]:
     """Bytes of the decode kernel's shared memory: of the buffer for stages and then warp states, and of barriers."""
-    ring = config.slots * stage_plan(problem, config.heads, config.groups * config.tiles).stage_bytes
+    ring = config.slots * stage_layout(problem, config.heads, config.groups * config.tiles).stage_bytes
     return max(ring, _joined_bytes(problem, config.heads, config.groups)), 16 * config.slots
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 from jax import lax
@@ -27,13 +26,16 @@ from kvjax.kernels.attention.query import operand_of
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
-from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
 
+Operand = tuple[list[list[list[jax.Array]]], jax.Array]
+"""A query as `operand_of` returns it, and the factor of logits."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Decode(StageLoop):
+class Decode(StageLoop[Operand]):
     """The body of the kernel; one object per trace."""
 
     keys: Keys
@@ -41,18 +43,18 @@ class Decode(StageLoop):
 
     @classmethod
     def of(
-        cls, problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, buffer: Ref, barriers: Ref
+        cls, problem: Problem, config: DecodeConfig, layout: StageLayout, refs: Refs, buffer: Ref, barriers: Ref
     ) -> Decode:
-        """The body, for a plan of its stages and its shared memory."""
+        """The body, for a layout of its stages and its shared memory."""
         warp = Warp.of(config)
-        ring = cls.ring_of(problem, config, plan, refs, (buffer, barriers), warp)
-        values = ValueRows(problem, plan, warp, buffer)
+        ring = cls.ring_of(problem, config, layout, refs, (buffer, barriers), warp)
+        values = ValueRows(problem, layout, warp, buffer)
         return cls(
             problem, config, refs, warp, ring, Segments(problem, config, refs, warp, values, buffer),
-            Seen(problem, plan, warp, refs, ring.num_blocks), Keys(problem, plan, warp, buffer), values,
+            Seen(problem, layout, warp, refs, ring.num_blocks), Keys(problem, layout, warp, buffer), values,
         )  # fmt: skip
 
-    def query(self, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
+    def query(self, sequence: jax.Array) -> Operand:
         """The query as an operand, and the factor of logits."""
         return operand_of(self.keys, self.refs, sequence)
 
@@ -61,7 +63,7 @@ class Decode(StageLoop):
         slot: jax.Array,
         tokens: StageTokens,
         needs_look: jax.Array,
-        query: tuple[list[list[list[jax.Array]]], jax.Array],
+        query: Operand,
         state: State,
     ) -> State:
         """One stage: all tiles of the warp's tokens."""
@@ -72,7 +74,7 @@ class Decode(StageLoop):
         logits = [[capped(x * factor, cap) for x in registers] for registers in logits]
         values = self.values.load(slot, 0, self.values.pieces[0])  # before their use, to hide the latency
 
-        def masked(logits: Any) -> Any:
+        def masked(logits: list[list[jax.Array]]) -> list[list[jax.Array]]:
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)
@@ -100,6 +102,6 @@ class Decode(StageLoop):
         """The scales of the thread's rows of values of a tile; empty where rows have none."""
         if not self.problem.value_format.has_row_scales:
             return []
-        scales = self.warp.row_scales(self.values.plan, self.values.buffer, slot, tile, self.values.plan.values[1])
+        scales = self.warp.row_scales(self.values.layout, self.values.buffer, slot, tile, self.values.layout.values[1])
         seen = functools.partial(self.seen.row_scales, start + TILE * tile, entries, span)
         return list(lax.cond(needs_look, seen, list, scales))

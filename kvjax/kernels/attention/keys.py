@@ -13,7 +13,7 @@ from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.formats import KEY_TERMS, Format
 from kvjax.kernels.attention.problem import Problem
-from kvjax.kernels.attention.stages import SharedRows, StagePlan
+from kvjax.kernels.attention.stages import SharedRows, StageLayout
 from kvjax.kernels.attention.warp import Warp
 
 
@@ -24,14 +24,14 @@ class KeyRows:
     Attributes:
       format: how stored bytes become operands.
       rows: where the data are in a stage and, for NVFP4, their block scales.
-      plan: the layout of a stage.
+      layout: the layout of a stage.
       warp: the warp; its rows are those of the tokens.
       buffer: shared memory.
     """
 
     format: Format
     rows: tuple[SharedRows, ...]
-    plan: StagePlan
+    layout: StageLayout
     warp: Warp
     buffer: Ref
 
@@ -55,7 +55,7 @@ class KeyRows:
     def operands(self, slot: jax.Array, tile: int, i: int) -> list[list[list[jax.Array]]]:
         """Unit `i` of a tile: for each term, four registers for each step of 16 dims."""
         data, unit = self.rows[0], self.unit
-        start = self.warp.offset(self.plan, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
+        start = self.warp.offset(self.layout, slot, data) + data.offset(self.warp.row) + self.warp.column * unit
         scales = self.scales(slot, tile, i) if self.format.has_block_scales else [[], []]
         pairs = []
         for half in range(2):
@@ -71,7 +71,7 @@ class KeyRows:
         """The block scales of a unit of two key rows, each in both halves of a pair."""
         rows, size, block = self.rows[1], self.unit, self.format.block_bytes
         steps = [tile * rows.tile_stride + half * rows.half_pitch for half in range(2)]
-        base = self.warp.offset(self.plan, slot, rows)
+        base = self.warp.offset(self.layout, slot, rows)
         if size == 2 * block:
             start = base + rows.offset(self.warp.row) + 2 * self.warp.column
             pairs = [lanes.load_shared(self.buffer, start, 2, step + 8 * unit)[0] for step in steps]
@@ -87,14 +87,14 @@ class Keys:
     """The keys that a warp reads from the stages in `buffer`."""
 
     problem: Problem
-    plan: StagePlan
+    layout: StageLayout
     warp: Warp
     buffer: Ref
 
     @functools.cached_property
     def rows(self) -> KeyRows:
         """The rows."""
-        return KeyRows(self.problem.key_format, self.plan.keys, self.plan, self.warp, self.buffer)
+        return KeyRows(self.problem.key_format, self.layout.keys, self.layout, self.warp, self.buffer)
 
     def logits(self, slot: jax.Array, tile: int, query: list[list[list[jax.Array]]]) -> list[jax.Array]:
         """The logits of a tile of tokens: four registers for each tile of query rows."""
@@ -111,6 +111,6 @@ class Keys:
                                 sums[rows_tile], operand, term[at : at + 2], problem.key_format.operand
                             )
         if problem.key_format.has_row_scales:
-            factors = self.warp.row_scales(self.plan, self.buffer, slot, tile, self.plan.keys[1])
+            factors = self.warp.row_scales(self.layout, self.buffer, slot, tile, self.layout.keys[1])
             sums = [[x * factors[i // 2] for i, x in enumerate(each)] for each in sums]
         return [x for each in sums for x in each]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import Kernel, Ref
-from kvjax.kernels.attention.choice import num_parts, scratch, stage_plan, too_many_parts
+from kvjax.kernels.aliases import ABSENT, Kernel, OutType, Ref
+from kvjax.kernels.attention.choice import num_parts, scratch, stage_layout, too_many_parts
 from kvjax.kernels.attention.decode import Decode
 from kvjax.kernels.attention.merge import Merge, blocks_per_row, elements_per_thread
 from kvjax.kernels.attention.problem import (
@@ -41,11 +40,11 @@ def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStr
 
 def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Ref, barriers: Ref) -> None:
     """The body of the decode kernel; `buffer` and `barriers` are shared memory."""
-    plan = stage_plan(problem, config.heads, config.groups * config.tiles)
-    Decode.of(problem, config, plan, refs, buffer, barriers).run()
+    layout = stage_layout(problem, config.heads, config.groups * config.tiles)
+    Decode.of(problem, config, layout, refs, buffer, barriers).run()
 
 
-def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: Any = ()) -> Kernel:
+def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: OutType = ()) -> Kernel:
     """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
     buffer, barriers = scratch(problem, config)
     kernel: Kernel = plgpu.kernel(
@@ -66,7 +65,7 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeCon
 
 def run_merge(problem: Problem, config: Division, refs: Refs, shared: Sequence[Ref]) -> None:
     """The body of the merge; `shared` is shared memory, where warps share rows."""
-    Merge(problem, config, refs, shared[0] if shared else None).run()
+    Merge(problem, config, refs, shared[0] if shared else ABSENT).run()
 
 
 def merge_kernel(body: Callable[..., None], problem: Problem, config: Division, num_seqs: int) -> Kernel:

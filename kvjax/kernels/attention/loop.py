@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State
-from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES, THREADS
 
@@ -43,8 +43,8 @@ class StageTokens(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StageLoop:
-    """The body of a kernel, but for what it does with a stage; one object per trace."""
+class StageLoop[Query]:
+    """The body of a kernel, but for what it does with a stage and with a `Query`; one object per trace."""
 
     problem: Problem
     config: DecodeConfig
@@ -56,16 +56,16 @@ class StageLoop:
 
     @staticmethod
     def ring_of(
-        problem: Problem, config: DecodeConfig, plan: StagePlan, refs: Refs, shared: tuple[Ref, Ref], warp: Warp
+        problem: Problem, config: DecodeConfig, layout: StageLayout, refs: Refs, shared: tuple[Ref, Ref], warp: Warp
     ) -> Ring:
-        """The ring of a plan, in shared memory: a buffer and barriers."""
+        """The ring of a layout, in shared memory: a buffer and barriers."""
         layer, num_blocks = jnp.int32(0), jnp.int32(problem.num_blocks)
         if problem.has_layer:
             layer = refs.layer[0]
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return Ring(
-            plan, config.warps, config.slots, *shared, refs.pages, refs.table, lanes.splat(num_blocks, jnp.uint32),
-            problem.num_layers, layer, lax.axis_index("heads") * plan.heads,
+            layout, config.warps, config.slots, *shared, refs.pages, refs.table, lanes.splat(num_blocks, jnp.uint32),
+            problem.num_layers, layer, lax.axis_index("heads") * layout.heads,
             lax.axis_index("warpgroup") * THREADS + warp.thread,
         )  # fmt: skip
 
@@ -95,7 +95,9 @@ class StageLoop:
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
         lanes.prefetch_global(self.refs.table, entry, entry < last)
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+    def attend(
+        self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
+    ) -> tuple[State, Carry]:
         """Stages `first` to `first + count` of a sequence.
 
         `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
@@ -142,11 +144,11 @@ class StageLoop:
         )
         return state, cursor
 
-    def query(self, sequence: jax.Array) -> Any:
+    def query(self, sequence: jax.Array) -> Query:
         """The query of a sequence, as `stage` takes it."""
         raise NotImplementedError
 
-    def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Any, state: State) -> State:
+    def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Query, state: State) -> State:
         """Attends to a stage that has arrived in a slot, and releases the slot.
 
         `needs_look` is whether a row may not see a token of the stage.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from kvjax.kernels.aliases import DType, DTypeLike, Ref
+from kvjax.kernels.aliases import ABSENT, DType, DTypeLike, Ref
 from kvjax.kernels.attention.formats import DECODED, Format
 from kvjax.kernels.attention.stages import TILE
-from kvjax.kernels.memory import Number, PageMemory, RowScaleMemory
+from kvjax.kernels.launchable import Number, PageMemory, RowScaleMemory
 from kvjax.spec import AttentionSpec
 
 COLUMNS = 8
@@ -138,20 +138,20 @@ class Refs(NamedTuple):
     unless `Problem.weight_dtype` is None, its largest logit.
     """
 
-    query: Ref = None
-    pages: Ref = None
-    table: Ref = None
-    seq_lens: Ref = None
-    layer: Any = None
-    k_scale: Ref = None
-    v_scale: Ref = None
-    sinks: Ref = None
-    tree: Ref = None
-    out: Ref = None
-    lse: Ref = None
-    partial: Any = None
-    partial_lse: Any = None
-    spans: Any = None
+    query: Ref = ABSENT
+    pages: Any = ABSENT
+    table: Ref = ABSENT
+    seq_lens: Ref = ABSENT
+    layer: Ref = ABSENT
+    k_scale: Ref = ABSENT
+    v_scale: Ref = ABSENT
+    sinks: Ref = ABSENT
+    tree: Ref = ABSENT
+    out: Ref = ABSENT
+    lse: Ref = ABSENT
+    partial: Ref = ABSENT
+    partial_lse: Ref = ABSENT
+    spans: Ref = ABSENT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.attention.stages import TILE, StagePlan
+from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.registers import LANES
 from kvjax.pages import SWIZZLE_TOKENS
 
@@ -90,7 +90,7 @@ class PieceCopy(NamedTuple):
     to: PartlyStaticInt
     source: PartlyStaticInt
     token: PartlyStaticInt | None
-    token_stride: Any
+    token_stride: int
     size: Scalar
     is_one: jax.Array | None
     block: int
@@ -110,10 +110,10 @@ class Ring:
     """The ring of a thread block.
 
     Attributes:
-      plan: what a stage holds.
+      layout: what a stage holds.
       warps: warps of the block.
       slots: stages of the ring; with one, copies do not overlap with reads.
-      buffer: shared memory, `uint8 [slots * plan.stage_bytes]`.
+      buffer: shared memory, `uint8 [slots * layout.stage_bytes]`.
       barriers: shared memory, `int32 [4 * slots]`: of each slot the barrier `full`, then of each slot `empty`.
       pages: references to the pages of keys and of values, and of the scales of both where these are arrays of their
         own, `[num_blocks, page_elements]`.
@@ -125,7 +125,7 @@ class Ring:
       thread: the thread's number in the block, a register.
     """
 
-    plan: StagePlan
+    layout: StageLayout
     warps: int
     slots: int
     buffer: Ref
@@ -146,7 +146,7 @@ class Ring:
     @property
     def rows(self) -> int:
         """Tokens of a stage."""
-        return TILE * self.plan.tiles
+        return TILE * self.layout.tiles
 
     def full(self, slot: Scalar) -> Scalar:
         """The index of the barrier that completes when a slot's copies have arrived."""
@@ -159,22 +159,22 @@ class Ring:
     def begin(self) -> None:
         """Initializes the barriers; all threads of the block call it once."""
         _ = self.copies  # traced once, here, and used within loops
-        arrivals = self.warps if self.plan.chunks else self.warps * LANES
+        arrivals = self.warps if self.layout.chunks else self.warps * LANES
         lanes.initialize_barriers(self.barriers, self.thread, [arrivals] * self.slots + [self.warps] * self.slots)
 
     @functools.cached_property
     def copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
         """The copies of a stage, and the tokens whose blocks they read."""
-        return self._bulk_copies() if self.plan.chunks else self._thread_copies()
+        return self._bulk_copies() if self.layout.chunks else self._thread_copies()
 
     def _bulk_copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
-        plan, warp = self.plan, self.thread >> 5
+        layout, warp = self.layout, self.thread >> 5
         copies: list[PieceCopy] = []
         tokens: list[BlockTokens] = []
-        arrays = {rows.array: rows for rows in (*plan.keys, *plan.values)}
+        arrays = {rows.array: rows for rows in (*layout.keys, *layout.values)}
         for array, rows in sorted(arrays.items()):
-            chunks = [chunk for chunk in plan.chunks if chunk.array == array]
-            count = plan.tiles * len(chunks)
+            chunks = [chunk for chunk in layout.chunks if chunk.array == array]
+            count = layout.tiles * len(chunks)
             for first in range(0, count, self.warps):
                 tile, number = PartlyStaticInt(warp, self.warps, first).split(len(chunks))
                 source, to, size, token, head, _ = (_chosen(number, values) for values in zip(*chunks, strict=True))
@@ -190,28 +190,28 @@ class Ring:
         return copies, tokens
 
     def _thread_copies(self) -> tuple[list[PieceCopy], list[BlockTokens]]:
-        plan = self.plan
+        layout = self.layout
         threads = LANES * self.warps
         copies: list[PieceCopy] = []
-        tokens: dict[Any, int] = {}
+        tokens: dict[tuple[int, ...], int] = {}
         looked_up: list[BlockTokens] = []
-        for rows in (*plan.keys, *plan.values):
+        for rows in (*layout.keys, *layout.values):
             pieces = rows.page.row_bytes // rows.unit
-            count = plan.tiles * TILE * plan.heads * pieces
+            count = layout.tiles * TILE * layout.heads * pieces
             for first in range(0, count, threads):
                 rest, piece = PartlyStaticInt(self.thread, threads, first).split(pieces)
                 if rows.by_token:
-                    rest, head = rest.split(plan.heads)
+                    rest, head = rest.split(layout.heads)
                     tile, token = rest.split(TILE)
                 else:
                     rest, token = rest.split(TILE)
-                    tile, head = rest.split(plan.heads)
+                    tile, head = rest.split(layout.heads)
                 is_one = None if first + threads <= count else self.thread + first < count
                 # Blocks that several copies read are looked up once.
-                same = (tile.known,) if tile.bound == 1 and plan.has_whole_tiles else (count, rows.by_token, first)
+                same = (tile.known,) if tile.bound == 1 and layout.has_whole_tiles else (count, rows.by_token, first)
                 if same not in tokens:
                     tokens[same] = len(looked_up)
-                    looked_up.append(BlockTokens(tile, None if plan.has_whole_tiles else token))
+                    looked_up.append(BlockTokens(tile, None if layout.has_whole_tiles else token))
                 unit = piece.times(rows.unit)
                 to = tile.times(rows.tile_stride).plus(head.times(rows.head_stride)).plus(unit)
                 to = to.plus(token.times(rows.pitch)).plus(PartlyStaticInt(self.thread * 0, 1, rows.start))
@@ -221,9 +221,9 @@ class Ring:
                     .plus(PartlyStaticInt(self.thread * 0, 1, rows.page.base))
                 )
                 source = source._replace(varying=source.varying + self.first_head * rows.page.head_stride)
-                if plan.has_whole_tiles:
+                if layout.has_whole_tiles:
                     source = source.plus(token.times(rows.page.token_stride))
-                in_pages = None if plan.has_whole_tiles else token
+                in_pages = None if layout.has_whole_tiles else token
                 piece_of = in_pages, rows.page.token_stride, rows.unit
                 copies.append(
                     PieceCopy(tile, to, source, *piece_of, is_one, tokens[same], rows.array, rows.page_stride)
@@ -244,10 +244,10 @@ class Ring:
             first, size = position + tile.value * TILE, TILE
             if token is not None:
                 # A swizzled row holds the scales of four tokens, which are copied together and are in one block.
-                size = SWIZZLE_TOKENS if self.plan.is_swizzled else 1
+                size = SWIZZLE_TOKENS if self.layout.is_swizzled else 1
                 first = (first + token.value) & -size
             wanted = (first + (size - 1) >= start) & (first < end)
-            block = lanes.load_global(self.table, entries + divided(first, self.plan.block_size), wanted, -1)
+            block = lanes.load_global(self.table, entries + divided(first, self.layout.block_size), wanted, -1)
             exists = block < self.num_blocks  # as unsigned: negative entries are large
             page = lanes.bits(block, jnp.int32)
             if self.num_layers > 1:
@@ -257,7 +257,7 @@ class Ring:
 
     def lacks_blocks(self, entries: Scalar, start: Scalar, end: Scalar) -> jax.Array:
         """Whether a block of the positions from `start` to `end` is not in the cache: a scalar, equal in all warps."""
-        size = self.plan.block_size
+        size = self.layout.block_size
         first, last = start // size, jnp.maximum(end - 1, 0) // size
         lane = self.thread & (LANES - 1)
 
@@ -275,29 +275,29 @@ class Ring:
 
         `parity` is that of the number of times the slot has been filled before.
         """
-        plan = self.plan
+        layout = self.layout
         lanes.wait_for_barrier(self.barriers, self.empty(slot), 1 - parity)
-        base, copies = slot * plan.stage_bytes, []
+        base, copies = slot * layout.stage_bytes, []
         for copy in self.copies[0]:
             block = blocks[copy.block]
             condition = block >= 0 if copy.is_one is None else (block >= 0) & copy.is_one
             offset = copy.source.varying
-            if plan.block_size != TILE:
+            if layout.block_size != TILE:
                 first = copy.tile.times(TILE)
                 first = first if copy.token is None else first.plus(copy.token)
-                offset = offset + remainder(position + first.value, plan.block_size) * copy.token_stride
+                offset = offset + remainder(position + first.value, layout.block_size) * copy.token_stride
             copies.append(
                 lanes.Copy(
                     copy.array, base + copy.to.varying, copy.to.known, block, copy.page_stride, offset,
                     copy.source.known, copy.size, condition,
                 )
             )  # fmt: skip
-        if plan.chunks:
+        if layout.chunks:
             lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies)
         else:
             for each in copies:
                 lanes.copy_async(self.buffer, self.pages, each)
-            lanes.arrive_with_copies(self.barriers, self.full(slot), asynchronous=plan.copies_asynchronously)
+            lanes.arrive_with_copies(self.barriers, self.full(slot), asynchronous=layout.copies_asynchronously)
 
     def wait(self, slot: Scalar, parity: Scalar) -> None:
         """Waits until the stage in a slot has arrived; `parity` is as in `fill`."""
@@ -313,11 +313,11 @@ class Ring:
         return jnp.where(is_last, 0, slot + 1), jnp.where(is_last, 1 - parity, parity)
 
 
-def divided(x: Any, divisor: int) -> Any:
+def divided(x: jax.Array, divisor: int) -> jax.Array:
     """The quotient of non-negative int32."""
     return lanes.bits(lax.div(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)
 
 
-def remainder(x: Any, divisor: int) -> Any:
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
     """The remainder of non-negative int32."""
     return lanes.bits(lax.rem(lanes.bits(x, jnp.uint32), lanes.splat(divisor, jnp.uint32)), jnp.int32)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Carry, Ref, Scalar
+from kvjax.kernels.attention.problem import Problem
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.registers import LANES
 
 MIN_STAGES = 2
@@ -59,16 +61,16 @@ class Sequences:
     """The sequences of a call.
 
     Attributes:
-      problem: the `problem.Problem`.
+      problem: the call's.
       rows: tokens of a stage.
       seq_lens: reference to int32 `[num_seqs]`.
     """
 
-    problem: Any
+    problem: Problem
     rows: int
     seq_lens: Ref
 
-    def stages(self, length: Scalar) -> tuple[Any, Any]:
+    def stages(self, length: Scalar) -> tuple[Scalar, Scalar]:
         """The first stage of a sequence of a length that contains a visible token, and the number of such stages."""
         problem = self.problem
         length = jnp.maximum(length, 0)
@@ -87,7 +89,7 @@ class Sequences:
         """
         return least * jnp.maximum(lax.div(count + (least * MAX_PARTS - 1), jnp.int32(least * MAX_PARTS)), 1)
 
-    def max_parts(self, least: int) -> Any:
+    def max_parts(self, least: int) -> Number:
         """Maximum number of parts of a sequence in a batch-invariant call."""
         problem = self.problem
         last = problem.max_blocks * problem.spec.block_size - 1
@@ -158,17 +160,19 @@ class Sequences:
 class SegmentVisitor(Protocol):
     """What a thread block does with segments: runs of stages of a sequence."""
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+    def attend(
+        self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
+    ) -> tuple[Carry, Carry]:
         """Attends to stages `first` to `first + count`; returns the state and the cursor of the next segment."""
 
-    def finish(self, sequence: jax.Array, state: Any, whole: jax.Array, part: jax.Array) -> None:
+    def finish(self, sequence: jax.Array, state: Carry, whole: jax.Array, part: jax.Array) -> None:
         """Stores the state: the result of a sequence if it is `whole`, else part `part` of the workspace."""
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Stores the range of thread blocks that have parts of a sequence."""
 
 
-def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, cursor: Any) -> None:
+def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, cursor: Carry) -> None:
     """Serves the share of a thread block, segment after segment."""
     block = lax.axis_index("block")
     share = sequences.share(block, num_blocks)
@@ -192,7 +196,7 @@ def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int,
     _while_left(body, share, cursor)
 
 
-def serve_parts(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, least: int, cursor: Any) -> None:
+def serve_parts(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, least: int, cursor: Carry) -> None:
     """Serves the share of a thread block in a batch-invariant call, one part after the other."""
     share = sequences.share_of_parts(lax.axis_index("block"), num_blocks, least)
     most = sequences.max_parts(least)
@@ -213,5 +217,5 @@ def serve_parts(segments: SegmentVisitor, sequences: Sequences, num_blocks: int,
     _while_left(body, share, cursor)
 
 
-def _while_left(body: Callable[[Carry], Carry], share: Share, cursor: Any) -> None:
+def _while_left(body: Callable[[Carry], Carry], share: Share, cursor: Carry) -> None:
     lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from kvjax.kernels import lanes
 from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
 from kvjax.kernels.attention.ring import divided
-from kvjax.kernels.attention.stages import StagePlan
+from kvjax.kernels.attention.stages import StageLayout
 from kvjax.kernels.attention.values import Values
 from kvjax.kernels.attention.warp import Warp
 
@@ -53,14 +53,14 @@ class Seen:
 
     Attributes:
       problem: the call's.
-      plan: maps rows of a tile to tokens.
+      layout: maps rows of a tile to tokens.
       warp: the warp.
       refs: the references; the block table is flat.
       num_blocks: number of blocks of the cache, a uint32 register.
     """
 
     problem: Problem
-    plan: StagePlan
+    layout: StageLayout
     warp: Warp
     refs: Refs
     num_blocks: jax.Array
@@ -83,7 +83,7 @@ class Seen:
         """The position of a row of the tile that begins at `start`, and whether any query row sees it."""
         position = start + row
         seen = (position >= span.start) & (position < span.end)
-        entry = entries + divided(position, self.plan.block_size)
+        entry = entries + divided(position, self.layout.block_size)
         block = lanes.load_global(self.refs.table, entry, seen, -1)
         return position, block < self.num_blocks
 
@@ -93,7 +93,7 @@ class Seen:
         none = lanes.splat(-jnp.inf, jnp.float32)
         logits = list(logits)
         for half in range(2):
-            position, is_there = self.is_there(start, entries, span, self.plan.token(self.warp.row, half))
+            position, is_there = self.is_there(start, entries, span, self.layout.token(self.warp.row, half))
             for number, query_row in enumerate(self.query_rows()):
                 end = span.length - (problem.q_len - 1) + divided(query_row, problem.group)
                 seen = is_there & (position < end)
@@ -108,7 +108,7 @@ class Seen:
     def row_scales(self, start: jax.Array, entries: jax.Array, span: Span, scales: list[jax.Array]) -> list[jax.Array]:
         """Scales of the thread's rows of a tile, zero where no query row sees a token: they may be NaN there."""
         zero = lanes.splat(0.0, jnp.float32)
-        seen = [self.is_there(start, entries, span, self.plan.token(self.warp.row, half))[1] for half in range(2)]
+        seen = [self.is_there(start, entries, span, self.layout.token(self.warp.row, half))[1] for half in range(2)]
         return [jnp.where(is_there, scale, zero) for is_there, scale in zip(seen, scales, strict=True)]
 
     def values(self, start: jax.Array, entries: jax.Array, span: Span, values: Values) -> Values:
@@ -122,7 +122,7 @@ class Seen:
         for half in range(2):
             mask = zero
             for i in range(2):
-                _, seen = self.is_there(start, entries, span, self.plan.token(2 * self.warp.column + i, half))
+                _, seen = self.is_there(start, entries, span, self.layout.token(2 * self.warp.column + i, half))
                 mask = mask | jnp.where(seen, lanes.splat(0xFFFF << 16 * i, jnp.uint32), zero)
             masks.append(mask)
 

@@ -212,7 +212,7 @@ def normalized(sums: Sums, sink: jax.Array, dtype: DTypeLike | None) -> tuple[ja
     whole = total * shrink + lanes.exp2(sink - raised)
     zero = lanes.splat(0.0, jnp.float32)
     inverse = shrink / jnp.where(whole == 0.0, zero + 1.0, whole)
-    if top is not None:
+    if top is not None and dtype is not None:
         weight = lanes.exp2(top - largest)
         inverse = inverse * rounding(weight, lanes.lower_half(lanes.half2(weight, weight, dtype), dtype), total)
     return jnp.where(total == 0.0, zero, inverse), (raised + _log2(whole)) * np.float32(1 / LOG2_E)

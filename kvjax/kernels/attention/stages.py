@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvjax.kernels.aliases import Scalar
-from kvjax.kernels.memory import PageMemory, RowScaleMemory
+from kvjax.kernels.launchable import PageMemory, RowScaleMemory
 from kvjax.pages import SWIZZLE_TOKENS, PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -49,7 +49,7 @@ class PageArray(NamedTuple):
 class SharedRows:
     """Rows of one kind in a stage.
 
-    The 16 tokens of a tile are the eight rows of two matrices, its halves (`StagePlan.token`).
+    The 16 tokens of a tile are the eight rows of two matrices, its halves (`StageLayout.token`).
 
     Attributes:
       page: their layout in a page.
@@ -83,7 +83,7 @@ class SharedRows:
         """Alignment of all row offsets in bytes, up to 16."""
         return math.gcd(self.start, self.pitch, self.half_pitch, self.head_stride, self.tile_stride, 16)
 
-    def offset(self, row: Scalar, half: Any = 0) -> Scalar:
+    def offset(self, row: Scalar, half: Scalar = 0) -> Scalar:
         """Offset of a row in its head's part of its tile."""
         return self.start + row * self.pitch + half * self.half_pitch
 
@@ -109,7 +109,7 @@ class Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlan:
+class StageLayout:
     """The contents of a stage.
 
     Attributes:
@@ -142,8 +142,8 @@ class StagePlan:
         *,
         one_memory: bool,
         scale_memory: RowScaleMemory = (None, None),
-    ) -> StagePlan:
-        """The plan for caches of `spec`.
+    ) -> StageLayout:
+        """The layout for caches of `spec`.
 
         `memory` is that of keys and of values, which are one array if `one_memory`. After these in `Ring.pages` are the
         arrays of `scale_memory`, of those of keys and values whose scales are an array of their own.
@@ -156,7 +156,7 @@ class StagePlan:
     @classmethod
     def _in_bulk(
         cls, spec: AttentionSpec, arrays: Sequence[PageArray], heads: int, tiles: int, *, one_memory: bool
-    ) -> StagePlan | None:
+    ) -> StageLayout | None:
         """Rows in the order of the page, with 16 bytes of padding after pairs of values; None if unaligned."""
         memory = [array.pages for array in arrays]
         if spec.block_size % TILE or _divides_words(memory):
@@ -192,7 +192,7 @@ class StagePlan:
         )  # fmt: skip
 
     @classmethod
-    def _by_threads(cls, spec: AttentionSpec, arrays: Sequence[PageArray], heads: int, tiles: int) -> StagePlan:
+    def _by_threads(cls, spec: AttentionSpec, arrays: Sequence[PageArray], heads: int, tiles: int) -> StageLayout:
         """Rows of a head contiguous, padded to an odd multiple of 16 bytes where that avoids bank conflicts."""
         start = 0
         placed: list[list[SharedRows]] = [[], []]
@@ -225,7 +225,7 @@ class StagePlan:
         of_keys, of_values = map(tuple, placed)
         return cls(spec.block_size, heads, tiles, of_keys, of_values, -(-start // 128) * 128, False, ())
 
-    def token(self, row: Scalar, half: Any) -> Scalar:
+    def token(self, row: Scalar, half: Scalar) -> Scalar:
         """The token in its tile of a row of a half."""
         return 2 * row + half if self.interleaved else row + 8 * half
 

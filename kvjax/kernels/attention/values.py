@@ -14,7 +14,7 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention import formats
 from kvjax.kernels.attention.problem import Problem
-from kvjax.kernels.attention.stages import SharedRows, StagePlan
+from kvjax.kernels.attention.stages import SharedRows, StageLayout
 from kvjax.kernels.attention.warp import Warp
 from kvjax.pages import swizzled_position
 
@@ -38,14 +38,14 @@ class ValueRows:
     """The values that a warp reads from the stages in `buffer`."""
 
     problem: Problem
-    plan: StagePlan
+    layout: StageLayout
     warp: Warp
     buffer: Ref
 
     @functools.cached_property
     def units(self) -> int:
         """Units of a value row."""
-        return self.plan.values[0].page.row_bytes // self.problem.value_format.unit_bytes
+        return self.layout.values[0].page.row_bytes // self.problem.value_format.unit_bytes
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -103,8 +103,8 @@ class ValueRows:
     def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:
         """For each run of eight units two registers: for tokens 0 to 7 and for 8 to 15."""
         result = []
-        rows = self.plan.values[0]
-        base, known = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride
+        rows = self.layout.values[0]
+        base, known = self.warp.offset(self.layout, slot, rows), tile * rows.tile_stride
         if rows.alignment % 16 == 0 and rows.page.row_bytes % 16 == 0:
             lane = self.warp.lane
             start = base + rows.offset(lane & 7, (lane >> 3) & 1) + (lane >> 4) * 16
@@ -129,9 +129,9 @@ class ValueRows:
 
     def terms(self, slot: jax.Array, tile: int, piece: range) -> list[list[jax.Array]]:
         """As `words`, for a piece of each term of float32."""
-        rows = self.plan.values[0]
+        rows = self.layout.values[0]
         known = tile * rows.tile_stride
-        start = self.warp.offset(self.plan, slot, rows) + rows.offset(2 * self.warp.column)
+        start = self.warp.offset(self.layout, slot, rows) + rows.offset(2 * self.warp.column)
         zero = lanes.splat(0, jnp.uint32)
         terms: list[list[list[jax.Array]]] = [[] for _ in range(self.problem.value_format.value_terms)]
         for index in piece:
@@ -154,8 +154,8 @@ class ValueRows:
 
         A run has two blocks: the first four units and the others.
         """
-        rows = self.plan.values[1]
-        base, known, count = self.warp.offset(self.plan, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
+        rows = self.layout.values[1]
+        base, known, count = self.warp.offset(self.layout, slot, rows), tile * rows.tile_stride, rows.page.row_bytes
         half_of_run = self.warp.row >> 2
         scales: list[list[jax.Array]] = []
         if rows.page.swizzled:  # the scales of four tokens are contiguous
@@ -187,10 +187,10 @@ class ValueRows:
 
         def load(token: jax.Array, size: int) -> jax.Array:
             tile_row, column = swizzled_position(token, block, count)
-            row, half = (tile_row // 2, tile_row % 2) if self.plan.interleaved else (tile_row % 8, tile_row // 8)
+            row, half = (tile_row // 2, tile_row % 2) if self.layout.interleaved else (tile_row % 8, tile_row // 8)
             return lanes.load_shared(self.buffer, base + rows.offset(row, half) + column, size, known)[0]
 
-        if self.plan.interleaved:  # columns have four tokens of a group
+        if self.layout.interleaved:  # columns have four tokens of a group
             four = load(4 * self.warp.column, 4)
             return [formats.scale_pairs(lanes.permute(four, four, selector))[0] for selector in (0x0020, 0x0031)]
         return [formats.scale_pairs(load(2 * self.warp.column + 8 * half, 2))[0] for half in range(2)]

@@ -12,7 +12,7 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import DecodeConfig
-from kvjax.kernels.attention.stages import SharedRows, StagePlan
+from kvjax.kernels.attention.stages import SharedRows, StageLayout
 from kvjax.kernels.registers import LANES, WARPS
 
 
@@ -56,13 +56,15 @@ class Warp:
         """The thread's number in its warp."""
         return self.thread & (LANES - 1)
 
-    def offset(self, plan: StagePlan, slot: jax.Array, rows: SharedRows) -> jax.Array:
+    def offset(self, layout: StageLayout, slot: jax.Array, rows: SharedRows) -> jax.Array:
         """Offset in the buffer of the rows of one kind that the warp reads from a stage."""
-        return slot * plan.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
+        return slot * layout.stage_bytes + (self.first_tile * rows.tile_stride + self.head * rows.head_stride)
 
-    def row_scales(self, plan: StagePlan, buffer: Ref, slot: jax.Array, tile: int, rows: SharedRows) -> list[jax.Array]:
+    def row_scales(
+        self, layout: StageLayout, buffer: Ref, slot: jax.Array, tile: int, rows: SharedRows
+    ) -> list[jax.Array]:
         """The float32 scales of the thread's row of each half of a tile."""
-        start, known = self.offset(plan, slot, rows) + rows.offset(self.row), tile * rows.tile_stride
+        start, known = self.offset(layout, slot, rows) + rows.offset(self.row), tile * rows.tile_stride
         loaded = [lanes.load_shared(buffer, start, 4, known + half * rows.half_pitch)[0] for half in range(2)]
         return [lanes.bits(word, jnp.float32) for word in loaded]
 

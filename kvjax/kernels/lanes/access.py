@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, ptx
-from kvjax.kernels.aliases import Context, Lowered, Ref, Value
+from kvjax.kernels.aliases import Context, Lowered, Ref, Transforms, Value
 from kvjax.kernels.lanes.words import LAYOUT, bits, column, from_word, half2, to_word
 from kvjax.kernels.registers import THREADS, WARPS
 
@@ -81,7 +80,7 @@ def store_shared(
     words: Sequence[jax.Array],
     size: int,
     condition: jax.Array,
-    transforms: tuple[Any, ...] = (),
+    transforms: Transforms = (),
 ) -> None:
     """Stores `size` bytes (1, or 4 for each of `words`) at byte `offsets` of shared memory where `condition` holds.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, ptx
-from kvjax.kernels.aliases import Context, Lowered, Ref, Scalar
+from kvjax.kernels.aliases import Barriers, Context, Lowered, Ref, Scalar, Transforms, Value
 from kvjax.kernels.lanes.access import byte_indices, shared_address
 from kvjax.kernels.lanes.words import LAYOUT, splat, to_word
 from kvjax.kernels.registers import LANES, WARPS
@@ -170,7 +170,7 @@ class Chunks(NamedTuple):
     condition: jax.Array | None
 
 
-def copy_or_clear(destination: Ref, transforms: tuple[Any, ...], source: Ref, chunks: Chunks) -> None:
+def copy_or_clear(destination: Ref, transforms: Transforms, source: Ref, chunks: Chunks) -> None:
     """Starts each thread's copies to shared memory of a layout; not in interpret mode, where it has none."""
 
     def run(_: Context, destination: Lowered, source: Lowered, *arrays: Lowered) -> None:
@@ -240,10 +240,10 @@ def wait_for_barrier(ref: Ref, index: Scalar, parity: Scalar) -> None:
 def copy_bulk(
     destination: Ref,
     sources: Sequence[Ref],
-    barriers: Ref,
+    barriers: Barriers,
     index: Scalar,
     copies: Sequence[Copy],
-    transforms: tuple[Any, ...] = (),
+    transforms: Transforms = (),
 ) -> None:
     """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
@@ -262,7 +262,7 @@ def copy_bulk(
         shared = shared_address(destination)
         counter = arith.addi(shared_address(barriers), arith.muli(to_word(index), mgpu.c(8, i32)))
         operands, code = [counter], []
-        size: Any = mgpu.c(0, i32)
+        size: Value = mgpu.c(0, i32)
         sizes = itertools.count(4 * len(copies))
         for i, copy in enumerate(copies):
             to, row, offset, condition = map(to_word, registers[4 * i : 4 * i + 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 def asm(
     code: str,
-    model: Callable[..., Any],
+    model: Callable[..., Sequence[jax.Array]],
     *registers: jax.Array,
     results: Sequence[DTypeLike],
     convergent: bool = False,

@@ -14,7 +14,7 @@ from kvjax.kernels.aliases import Kernel, Ref
 from kvjax.kernels.attention.any_batch import COUNTS, AnyBatch, BatchKind, merge_of_any_count, problem_of, vector
 from kvjax.kernels.attention.choice import too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Problem, Refs
-from kvjax.kernels.memory import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
+from kvjax.kernels.launchable import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
 from kvjax.kernels.mla.arrays import Config, decode_kernel, read_dtype, rows_shape, run_decode
 from kvjax.kernels.mla.problem import MLAConfig, choose, num_parts
 from kvjax.kernels.target import Target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +12,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import DType, Kernel, Ref
+from kvjax.kernels.aliases import DType, Kernel, OutType, Ref, ScratchType
 from kvjax.kernels.attention.choice import array_memory, restricting
 from kvjax.kernels.attention.launch import merge_kernel, run_merge
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, ReadArrays, Refs, Softmax
-from kvjax.kernels.memory import Number
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
@@ -136,7 +135,7 @@ def _attend(
     return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
 
 
-def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Any, ...]:
+def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Number, ...]:
     """The shape of rows of results: flat, or halves of a row for two warpgroups."""
     rank = problem.spec.head_size_v
     return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)
@@ -161,12 +160,12 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
     LatentDecode(problem, config, refs, tiles, Packed(problem.spec, last, tiles)).run()
 
 
-def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: Any = ()) -> Kernel:
+def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: OutType = ()) -> Kernel:
     """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
     spec, is_few = problem.spec, isinstance(config, DecodeConfig)
     if isinstance(config, DecodeConfig):
         buffer, others, barriers = few_rows_stages.scratch(problem, config)
-        shared: list[Any] = [plgpu.SMEM((size,), jnp.uint8) for size in (buffer, others)]
+        shared: list[ScratchType] = [plgpu.SMEM((size,), jnp.uint8) for size in (buffer, others)]
         shared.append(plgpu.SMEM((barriers // 4,), jnp.int32))
         grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
     else:

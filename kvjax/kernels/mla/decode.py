@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,9 @@ class LatentDecode:
             num_blocks = jnp.where((layer >= 0) & (layer < problem.num_layers), num_blocks, 0)
         return lanes.splat(num_blocks, jnp.uint32), layer
 
-    def attend(self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Any) -> Any:
+    def attend(
+        self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
+    ) -> tuple[Carry, Carry]:
         """Attends to tiles `first` to `first + count` of a sequence; returns the results so far."""
         problem = self.problem
         start = length * 0
@@ -100,7 +101,7 @@ class LatentDecode:
             start = jnp.maximum(length - (problem.q_len - 1 + problem.window), 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         segment = Segment(sequence * problem.table_stride, length, start, end)
-        self.tiles.wait()  # until all have read the tiles of the segment before
+        self.tiles.wait_for_copies()  # until all have read the tiles of the segment before
         self.copy_query(sequence)
         self.copy_tile(segment, first, self.entries(segment, first))
         ahead = 1
@@ -116,7 +117,7 @@ class LatentDecode:
 
         def body(i: jax.Array, carry: Carry) -> Carry:
             entries, state = carry
-            self.arrive(first + i)
+            self.wait_for_tile(first + i)
 
             @pl.when(i + ahead < count)
             def copy() -> None:
@@ -135,10 +136,10 @@ class LatentDecode:
         """The slot of a tile of 16 bits."""
         return jnp.int32(0) if self.packed is not None else tile & (SLOTS - 1)
 
-    def arrive(self, tile: Scalar) -> None:
+    def wait_for_tile(self, tile: Scalar) -> None:
         """Waits until a tile is in its slot, and all warpgroups are done with the tile before."""
         if self.packed is None:
-            self.tiles.wait()
+            self.tiles.wait_for_copies()
             return
         if not compat.interpreting():
             lanes.wait_for_own_copies(1)

@@ -161,7 +161,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewRows(StageLoop):
+class FewRows(StageLoop[Factors]):
     """The body of the kernel; one object per trace.
 
     Attributes:
@@ -185,21 +185,21 @@ class FewRows(StageLoop):
         warp = Warp.of(config)
         warp = dataclasses.replace(warp, kv_head=warp.thread * 0)
         stages = LatentStages.of(problem, shares, config.groups * config.tiles)
-        plan = stages.plan
+        layout = stages.layout
         of_tokens = dataclasses.replace(warp, row=stages.token_row(warp.row))
         fmt = latent_format(spec, converts_e2m1=problem.converts_e2m1)
-        latents = KeyRows(fmt, stages.latents, plan, of_tokens, buffer)
+        latents = KeyRows(fmt, stages.latents, layout, of_tokens, buffer)
         rope = None
         if stages.rope:
             parts = spec.part_sizes[1] // rope_share(spec, shares)
             of_rope = dataclasses.replace(of_tokens, head=warp.head & (parts - 1))
-            rope = KeyRows(rope_format(spec), stages.rope, plan, of_rope, buffer)
-        ring = cls.ring_of(problem, config, plan, refs, (buffer, barriers), warp)
+            rope = KeyRows(rope_format(spec), stages.rope, layout, of_rope, buffer)
+        ring = cls.ring_of(problem, config, layout, refs, (buffer, barriers), warp)
         dims = LatentDims(warp, spec.part_sizes[0] // shares, fmt, latents.unit)
         counts = query_registers(problem, shares)
         return cls(
             problem, config, refs, warp, ring, LatentSegments(problem, config, refs, warp, dims, buffer, dims),
-            Seen(problem, plan, of_tokens, refs, ring.num_blocks), stages, latents, rope,
+            Seen(problem, layout, of_tokens, refs, ring.num_blocks), stages, latents, rope,
             Exchange(others, warp, shares, counts),
         )  # fmt: skip
 
@@ -274,13 +274,13 @@ class FewRows(StageLoop):
         self, slot: jax.Array, tile: int, query: Factors
     ) -> tuple[list[Registers], Registers, list[Registers]]:
         """The operands of latents by step of 16 dims, partial logits, and for each run of dims the scales of tokens."""
-        plan = self.stages.plan
+        layout = self.stages.layout
         scales: list[Registers] = []
         if (rows := self.stages.scales) is not None:
             own = dataclasses.replace(self.latents.warp, head=self.warp.head // self.stages.scale_step)
             runs = range(0, rows.page.row_bytes, WORD)
             each = [dataclasses.replace(rows, start=rows.start + run) for run in runs]
-            scales = [own.row_scales(plan, self.latents.buffer, slot, tile, one) for one in each]
+            scales = [own.row_scales(layout, self.latents.buffer, slot, tile, one) for one in each]
         steps, sums = self.multiplied(self.latents, slot, tile, max(1, len(scales)), of_rope=False)
         if scales:
             sums = [[x * own[i // 2 % 2] for i, x in enumerate(run)] for run, own in zip(sums, scales, strict=True)]

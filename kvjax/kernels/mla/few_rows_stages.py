@@ -22,7 +22,7 @@ from kvjax.kernels.aliases import DTypeLike
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem
 from kvjax.kernels.attention.segments import OutputRows
-from kvjax.kernels.attention.stages import COPY_BYTES, TILE, Chunk, SharedRows, StagePlan
+from kvjax.kernels.attention.stages import COPY_BYTES, TILE, Chunk, SharedRows, StageLayout
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.registers import LANES
 from kvjax.pages import PageRegion
@@ -72,7 +72,7 @@ class LatentStages:
     """The layout of a stage.
 
     Attributes:
-      plan: the copies; its rows are whole.
+      layout: the copies; its rows are whole.
       latents: the share of a latent of a warp, the heads of its rows, and block scales of NVFP4.
       rope: the share of a rope key, likewise; empty for none.
       scales: the float32 scales of `FP8_DS_MLA`, of which `scales.page.row_bytes` are a warp's; None for none.
@@ -80,7 +80,7 @@ class LatentStages:
       apart: tokens between two rows that a warp reads at once.
     """
 
-    plan: StagePlan
+    layout: StageLayout
     latents: tuple[SharedRows, ...]
     rope: tuple[SharedRows, ...]
     scales: SharedRows | None
@@ -104,7 +104,7 @@ class LatentStages:
         chunks = [Chunk(base + i * size, i * pitch, run, size, 0, 0) for i in range(count)]
         numbers = [base, memory.page_stride, memory.alignment, run, TILE * size]
         in_bulk = spec.block_size % TILE == 0 and not any(number % COPY_BYTES for number in numbers)
-        plan = StagePlan(
+        layout = StageLayout(
             spec.block_size, 1, tiles, (rows,), (), tiles * tile_bytes, False, tuple(chunks) if in_bulk else ()
         )
 
@@ -127,7 +127,7 @@ class LatentStages:
         if rope:
             own = spec.parts[1].info.row_bytes(rope_share(spec, shares))[0]
             of_rope.append(part(data + scales, own, own))
-        return cls(plan, tuple(latents), tuple(of_rope), of_runs, step, apart or 1)
+        return cls(layout, tuple(latents), tuple(of_rope), of_runs, step, apart or 1)
 
     def token_row(self, row: jax.Array) -> jax.Array:
         """The token, of eight, that is row `row` of products."""
@@ -207,7 +207,7 @@ def state_registers(problem: Problem, shares: int) -> int:
 
 def scratch(problem: Problem, config: DecodeConfig) -> tuple[int, int, int]:
     """Bytes of shared memory: of stages, later of states; of queries and partial logits; and of barriers."""
-    ring = config.slots * LatentStages.of(problem, config.heads, config.groups * config.tiles).plan.stage_bytes
+    ring = config.slots * LatentStages.of(problem, config.heads, config.groups * config.tiles).layout.stage_bytes
     joined = (config.groups - 1) * config.heads * state_registers(problem, config.heads)
     exchanged = 2 * config.warps * 4 * problem.tiles
     query = config.heads * sum(-(-count // 4) * 4 for count in query_registers(problem, config.heads))

@@ -9,7 +9,6 @@ range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import Ref, Scalar
+from kvjax.kernels.aliases import Ref, Scalar, ScratchType
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
 from kvjax.kernels.mla.tiles import AT_ONCE, OWN_ROWS, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles
 from kvjax.spec import AttentionSpec
@@ -43,7 +42,7 @@ def shared_bytes(spec: AttentionSpec) -> int:
     return SLOTS * TOKENS * spec.bytes_per_token
 
 
-def scratch_type(spec: AttentionSpec) -> Any:
+def scratch_type(spec: AttentionSpec) -> ScratchType:
     """The shared memory of `Packed`."""
     return plgpu.SMEM((SLOTS, TOKENS, spec.bytes_per_token), jnp.uint8)
 
@@ -86,14 +85,14 @@ class Packed:
 
     def decode(self, slot: Scalar) -> None:
         """Decodes the bytes of a slot, which have arrived for all threads, to the tile."""
-        rank, rope = self.spec.part_sizes
+        rank, _ = self.spec.part_sizes
         half = rank // WARPGROUPS
         for number in range(OWN_ROWS // AT_ONCE):
             for start in range(0, rank, _RUN):
                 matrix, column = divmod(start, half)
                 pairs = self._latents(slot, number, start)
                 self._store(self.tiles.latents, (1, matrix), number, column, pairs)
-            if rope:
+            if self.tiles.rope is not None:
                 self._store(self.tiles.rope, (1,), number, 0, self._rope_keys(slot, number))
 
     def _latents(self, slot: Scalar, number: int, start: int) -> list[jax.Array]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
+from kvjax.kernels.aliases import ABSENT
 from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES, Sequences
@@ -180,5 +181,5 @@ def num_parts(problem: Problem, config: Division) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = 2 * config.blocks
     if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, None).max_parts(config.part))
+        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, ABSENT).max_parts(config.part))
     return parts * problem.q_len * problem.num_heads

@@ -9,7 +9,6 @@ so that nothing that is stored elsewhere, NaN included, is multiplied by a weigh
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import DType, Ref, Scalar
+from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
 from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
 
@@ -71,12 +70,12 @@ def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
     return latents, rope
 
 
-def scratch_types(spec: AttentionSpec) -> list[Any]:
+def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     """The shared memory of `Tiles`."""
     rank, rope = spec.part_sizes
     half, (dtype, rope_dtype) = rank // WARPGROUPS, operand_dtypes(spec)
     count = 1 + num_slots(spec)
-    shared: list[Any] = [
+    shared: list[ScratchType] = [
         plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
         plgpu.SMEM((BIASES, TOKENS), jnp.float32),
     ]
@@ -114,13 +113,13 @@ class Tiles:
       latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
       bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent.
       rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
-      turn: a barrier of the warpgroups in interpret mode, else None.
+      all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
     """
 
     latents: Ref
     bias: Ref
-    rope: Any
-    turn: Any
+    rope: Ref | None
+    all_stored: Barriers
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
@@ -175,21 +174,21 @@ class Tiles:
     def wait_for_warpgroups(self) -> None:
         """A barrier of all threads, after which what they have stored is where tensor cores see it."""
         if compat.interpreting():
-            self.wait()
+            self.wait_for_copies()
         else:
             lanes.wait_before_copies()
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
         if compat.interpreting():
             plgpu.commit_smem()
-            plgpu.barrier_arrive(self.turn)
-            plgpu.barrier_wait(self.turn)
+            plgpu.barrier_arrive(self.all_stored)
+            plgpu.barrier_wait(self.all_stored)
         else:
             lanes.wait_for_copies_of_block()
 
 
-def _store_interpreted(ref: Ref, index: tuple[Any, ...], start: Scalar, column: int, source: Source) -> None:
+def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], start: Scalar, column: int, source: Source) -> None:
     """Stores columns of rows, from `column` on, to rows of a matrix from `start` on."""
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)

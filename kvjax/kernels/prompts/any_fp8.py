@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import (
+from kvjax.kernels.aliases import ABSENT, Ref, Scalar
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,
@@ -45,11 +44,11 @@ def any_units(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyC
     """Finds the largest block scales of the keys and values of each prompt and head that its rows see.
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, and the result: `units`
-    of `CallerMemory`, zeros before. The amount is the number of the tiles' tokens.
+    of `TiledArrays`, zeros before. The amount is the number of the tiles' tokens.
     """
     arguments = (*FOUND, *page_arguments(spec, pages), Argument("units", NUMBERS))
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
         own = LotTokens.of_program(spec, counts, arrays, TOKENS)
         find = functools.partial(_find_largest, spec, pages, own)
         pl.when(own.is_prompt)(lambda: pl.when(own.is_stored)(find))
@@ -75,7 +74,7 @@ def any_fp8_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) ->
         tile_arguments(spec, fp8.DTYPE)[-1],
     )
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
         own = LotTokens.of_program(spec, counts, arrays, _CHUNK)
         gather = functools.partial(_gather, spec, pages, own)
         pl.when(own.is_prompt)(lambda: pl.when(own.is_stored)(gather))
@@ -134,7 +133,7 @@ def _gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory], own: LotT
     own.store_bias(of_page.num_valid)
     named = zip(spec.dtype.parts, pages, PAGES, ("keys", "values"), spec.head_sizes, strict=True)
     for i, (dtype, memory, name, dense, size) in enumerate(named):
-        inverse = functools.partial(_load_inverse, arrays.get("units"), _first_unit(spec, own, i))
+        inverse = functools.partial(_load_inverse, arrays.get("units", ABSENT), _first_unit(spec, own, i))
         part = Part(dtype, memory.pages(arrays[name]), size, heads, inverse)
         place = functools.partial(_store_tiles, arrays[dense], own, (heads, size), bool(i))
         store_chunk(part, _neighbours(own, of_page, i), bool(i), place)
@@ -147,7 +146,7 @@ def _load_inverse(units: Ref, first: Scalar, head: jax.Array) -> jax.Array:
     return lanes.bits(exponent * (0x10001 << 10), jnp.uint32)
 
 
-def _store_tiles(ref: Ref, own: LotTokens, row_of: tuple[int, int], transposed: bool, *of_words: Any) -> None:
+def _store_tiles(ref: Ref, own: LotTokens, row_of: tuple[int, int], transposed: bool, *of_words: Scalar) -> None:
     """Stores words of a head and dim; see `fp8_gather.Store`."""
     (heads, size), (head, dim, token, words, condition) = row_of, of_words
     num_tokens = jnp.int32(own.counts["num_tokens"])

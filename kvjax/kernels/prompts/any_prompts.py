@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     SCALES,
@@ -40,9 +39,10 @@ from kvjax.kernels.memory import (
     with_origin,
 )
 from kvjax.kernels.page_tokens import GatherOperand, decode_tokens
-from kvjax.kernels.prompts import fp8, kernel_of
+from kvjax.kernels.prompts import fp8
+from kvjax.kernels.prompts.launch import kernel_of
 from kvjax.kernels.prompts.lot import COUNTS, FOUND, NUMBERS, LotTokens, tile_arguments
-from kvjax.kernels.prompts.memory import CallerMemory
+from kvjax.kernels.prompts.operands import TiledArrays
 from kvjax.kernels.prompts.problem import TOKENS, PromptProblem, choose
 from kvjax.kernels.prompts.rows import Scratch, run
 from kvjax.kernels.target import Target, tracing_for
@@ -69,15 +69,15 @@ def any_gather(
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, those of the scales of
     each token and head where these are arrays of their own, and the results: tiles of keys and of values, and the bias,
-    as in `CallerMemory`. Tiles of which no token is present are not stored, but for the first of a prompt. The counts
-    are as in `schedule`, and `num_tokens` and `first_prompt` as in `CallerMemory`. The amount is the number of the
+    as in `TiledArrays`. Tiles of which no token is present are not stored, but for the first of a prompt. The counts
+    are as in `schedule`, and `num_tokens` and `first_prompt` as in `TiledArrays`. The amount is the number of the
     tiles' tokens.
     """
     codecs_of(spec)
     dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
         own = LotTokens.of_program(spec, counts, arrays, tokens)
         gather = functools.partial(_gather, spec, pages, scale_pages, dtype, own)
         pl.when(own.is_prompt)(lambda: pl.when(own.is_stored)(gather))
@@ -147,7 +147,7 @@ class PromptKind:
       window: tokens that a row sees, its own included; None for all.
       logits_soft_cap: or None.
       has_sinks: whether heads have sinks.
-      is_divided: whether there are several segments, without sinks.
+      is_divided: whether there are several splits, without sinks.
       query_quantization: whether products are in fp8, of the tiles of `any_fp8`.
     """
 
@@ -174,7 +174,7 @@ class PromptKind:
         return keys, values
 
 
-def segments(
+def splits(
     spec: AttentionSpec,
     target: Target,
     *,
@@ -182,11 +182,11 @@ def segments(
     max_q_len: int,
     num_heads: int,
     num_tokens: int,
-    max_segments: int,
+    max_splits: int,
 ) -> int:
-    """The segments of a call of at most `num_prompts` prompts of `max_q_len` rows and `num_tokens` tokens."""
+    """The splits of a call of at most `num_prompts` prompts of `max_q_len` rows and `num_tokens` tokens."""
     with tracing_for(target):
-        return int(choose(spec, num_prompts, max_q_len, num_heads, num_tokens, max_segments).segments)
+        return int(choose(spec, num_prompts, max_q_len, num_heads, num_tokens, max_splits).splits)
 
 
 @functools.cache
@@ -212,7 +212,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         k_scale, v_scale = (arrays[name] if name in scales else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
-        memory = CallerMemory(
+        own = TiledArrays(
             num_heads=kind.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
@@ -231,12 +231,12 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             lse_ref=arrays["lse"],
             **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
         )
-        segments = jnp.int32(counts["segments"]) if kind.is_divided else 1
+        splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
         shared = Scratch(*scratch)
         tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
-        run(problem, dataclasses.replace(config, segments=segments), memory, shared)
+        run(problem, dataclasses.replace(config, splits=splits), own, shared)
 
-    def kernel(body: Callable[..., None], **_: Any) -> Kernel:
+    def kernel(body: Callable[..., None], **_: object) -> Kernel:
         sizes = spec.head_size, spec.head_size_v, dtype
         return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 
@@ -254,7 +254,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
         *(Argument(name, array) for name, array in results.items()),
     )
-    counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "segments"
+    counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "splits"
     return AnyCount(
         body, kernel, counts, arguments, writes=("header", *results), num_programs=lambda _: target.multiprocessors
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, warpgroups
 from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import Pages
+from kvjax.kernels.launchable import Pages
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.registers import THREADS
 from kvjax.pages import PageRegion, swizzled_position
@@ -272,7 +272,7 @@ def _store_dense(
     num_tokens: int,
     row: tuple[int, int],
     transposed: bool,
-    *of_words: Any,
+    *of_words: Scalar,
 ) -> None:
     """Stores words of a head and dim; see `Store`."""
     (heads, size), (head, dim, token, words, condition) = row, of_words

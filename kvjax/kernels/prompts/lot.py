@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,15 @@ from jax import lax
 
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import DType, Ref, Scalar
-from kvjax.kernels.memory import ANY_LENGTH, Argument, Number
+from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number
 from kvjax.kernels.page_tokens import PageTokens
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.memory import FIELDS
+from kvjax.kernels.prompts.operands import FIELDS
 from kvjax.kernels.prompts.problem import TOKENS
 from kvjax.spec import AttentionSpec
 
 COUNTS = ("first_prompt", "num_tokens", "max_blocks", "table_stride", "last_block")
-"""Of a kernel over the tokens of a lot: as in `schedule`, and `num_tokens` and `first_prompt` as in `CallerMemory`."""
+"""Of a kernel over the tokens of a lot: as in `schedule`, and `num_tokens` and `first_prompt` as in `TiledArrays`."""
 
 NUMBERS = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
 
@@ -29,7 +28,7 @@ FOUND = tuple(Argument(name, NUMBERS) for name in ("block_table", "prompts", "he
 
 
 def tile_arguments(spec: AttentionSpec, dtype: DType) -> tuple[Argument, ...]:
-    """Tiles of keys and of values, and the bias, as in `CallerMemory`."""
+    """Tiles of keys and of values, and the bias, as in `TiledArrays`."""
     columns = spec.head_size, TOKENS if fp8.is_fp8(dtype) else spec.head_size_v
     return (
         *(
@@ -105,7 +104,7 @@ class LotTokens:
         number = self.tokens if count is None else count
         return PageTokens(entry, lax.rem(position, size), number, num_valid, first_valid)
 
-    def store_bias(self, num_valid: Any) -> None:
+    def store_bias(self, num_valid: jax.Array) -> None:
         """Stores which of them are present: at most as many as threads."""
         thread = lanes.thread_index()
         bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))

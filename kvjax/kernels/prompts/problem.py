@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from kvjax.kernels.memory import Number
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.target import Target, current
 from kvjax.spec import AttentionSpec
 
@@ -18,8 +18,8 @@ MAX_HEAD_SIZE = 256
 TOKENS = 128
 """Most tokens of a tile."""
 
-MIN_SEGMENT = 512
-"""Least tokens of a segment of the longest sequence: fewer are sooner read than merged."""
+MIN_SPLIT_TOKENS = 512
+"""Least tokens of a split of the longest sequence: fewer are sooner read than merged."""
 
 ALIGNMENT = 8
 """Tokens at whose multiples a copy to the layout of `wgmma` may start; others would be copied to wrong places."""
@@ -39,13 +39,13 @@ class PromptConfig:
     Attributes:
       tokens: keys and values of a tile.
       stages: tiles in shared memory, at least 2.
-      segments: number of parts that a row's tokens are divided into. Each part has its own results. Kernels over
+      splits: number of parts that a row's tokens are divided into. Each part has its own results. Kernels over
         caller-owned memory get it at launch.
     """
 
     tokens: int
     stages: int
-    segments: Number = 1
+    splits: Number = 1
 
 
 class PromptProblem(NamedTuple):
@@ -82,7 +82,7 @@ def choose(
     max_q_len: int,
     num_heads: int,
     num_tokens: int,
-    max_segments: int,
+    max_splits: int,
 ) -> PromptConfig:
     """The configuration for a call; few rows that see many tokens are divided, so that all multiprocessors have work.
 
@@ -91,8 +91,8 @@ def choose(
     heads, rows = block_shape(num_heads, spec.num_kv_heads)
     size, size_v = spec.head_sizes
     blocks = num_prompts * -(-max_q_len // rows) * (num_heads // heads)
-    segments = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SEGMENT, max_segments))
+    splits = max(1, min(current().multiprocessors // blocks, num_tokens // MIN_SPLIT_TOKENS, max_splits))
     # Registers hold the results and the logits of 64 rows, shared memory the queries and two stages.
     elements = WARPGROUPS * ROWS * size + _STAGES * TOKENS * (size + size_v)
     is_large = size_v > 128 or elements * 2 + _OTHER_BYTES > current().shared_bytes
-    return PromptConfig(TOKENS // 2 if is_large else TOKENS, _STAGES, segments)
+    return PromptConfig(TOKENS // 2 if is_large else TOKENS, _STAGES, splits)

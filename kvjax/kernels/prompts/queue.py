@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels.aliases import Carry, Scalar
-from kvjax.kernels.memory import Number
-from kvjax.kernels.prompts.memory import Memory
+from kvjax.kernels.launchable import Number
+from kvjax.kernels.prompts.operands import PromptArrays
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem, block_shape
 
 
@@ -58,7 +58,7 @@ class TileSpan(NamedTuple):
 def _span(
     problem: PromptProblem,
     config: PromptConfig,
-    segment: Scalar,
+    split: Scalar,
     rows: tuple[Scalar, Scalar],
     present: tuple[Scalar, Scalar, Scalar],
 ) -> TileSpan:
@@ -78,9 +78,9 @@ def _span(
     if problem.window is not None:
         plain_start = jnp.maximum(last - (problem.window - 1), plain_start)
     plain_start = lax.div(plain_start + (size - 1), jnp.int32(size))
-    if not (isinstance(config.segments, int) and config.segments == 1):
-        per = lax.div(stop - start + (config.segments - 1), jnp.int32(config.segments))
-        start = jnp.minimum(start + segment * per, stop)
+    if not (isinstance(config.splits, int) and config.splits == 1):
+        per = lax.div(stop - start + (config.splits - 1), jnp.int32(config.splits))
+        start = jnp.minimum(start + split * per, stop)
         stop = jnp.minimum(start + per, stop)
     stop = jnp.maximum(stop, start + 1)
     plain_start = jnp.clip(plain_start, start, stop)
@@ -88,11 +88,11 @@ def _span(
 
 
 class Item(NamedTuple):
-    """What a warpgroup computes at a time: `ROWS` rows of a head, with the tokens of a segment.
+    """What a warpgroup computes at a time: `ROWS` rows of a head, with the tokens of a split.
 
     Attributes:
       prompt: as in `Claimed`.
-      segment: the segment of its tokens.
+      split: the split of its tokens.
       head: the query head.
       kv_head: the head of its keys and values.
       base: the first row of the query.
@@ -103,7 +103,7 @@ class Item(NamedTuple):
     """
 
     prompt: jax.Array
-    segment: jax.Array
+    split: jax.Array
     head: jax.Array
     kv_head: jax.Array
     base: jax.Array
@@ -119,12 +119,12 @@ class Queue:
 
     problem: PromptProblem
     config: PromptConfig
-    memory: Memory
+    arrays: PromptArrays
 
     @property
     def num_prompts(self) -> Number:
         """Prompts, those without rows included."""
-        return self.memory.num_prompts
+        return self.arrays.num_prompts
 
     @property
     def _last_prompt(self) -> Scalar:
@@ -133,21 +133,21 @@ class Queue:
     @property
     def _group(self) -> int:
         """Query heads of a KV head."""
-        return self.memory.num_heads // self.memory.num_kv_heads
+        return self.arrays.num_heads // self.arrays.num_kv_heads
 
     @property
     def _block_shape(self) -> tuple[int, int]:
-        return block_shape(self.memory.num_heads, self.memory.num_kv_heads)
+        return block_shape(self.arrays.num_heads, self.arrays.num_kv_heads)
 
     @property
     def _items_of_rows(self) -> Number:
         """Items of the same rows."""
-        return self.memory.num_heads // self._block_shape[0] * self.config.segments
+        return self.arrays.num_heads // self._block_shape[0] * self.config.splits
 
     def _count(self, prompt: Scalar) -> Scalar:
         """Items of a prompt; of the last one, if there is no such."""
         rows = self._block_shape[1]
-        q_len = self.memory.q_len(jnp.minimum(prompt, self._last_prompt))
+        q_len = self.arrays.q_len(jnp.minimum(prompt, self._last_prompt))
         return lax.div(jnp.maximum(q_len, 0) + (rows - 1), jnp.int32(rows)) * self._items_of_rows
 
     def first(self, index: Scalar) -> Claimed:
@@ -176,22 +176,22 @@ class Queue:
 
     def item(self, claimed: Claimed, warpgroup: Scalar) -> Item:
         """A warpgroup's part of an item; if there is none, one that no row belongs to, of the last prompt."""
-        memory, (heads, rows) = self.memory, self._block_shape
+        arrays, (heads, rows) = self.arrays, self._block_shape
         prompt = jnp.minimum(claimed.prompt, self._last_prompt)
-        groups = memory.num_heads // heads
+        groups = arrays.num_heads // heads
         number = claimed.index - claimed.before
         head = lax.rem(number, jnp.int32(groups)) * heads
         number = lax.div(number, jnp.int32(groups))
-        segment = lax.rem(number, jnp.int32(self.config.segments))
+        split = lax.rem(number, jnp.int32(self.config.splits))
         tile = lax.div(claimed.count, jnp.int32(self._items_of_rows)) - 1
-        tile -= lax.div(number, jnp.int32(self.config.segments))
-        q_start, position = memory.q_start(prompt), memory.position(prompt)
-        q_end = q_start + memory.q_len(prompt)
+        tile -= lax.div(number, jnp.int32(self.config.splits))
+        q_start, position = arrays.q_start(prompt), arrays.position(prompt)
+        q_end = q_start + arrays.q_len(prompt)
         base = q_start + tile * rows
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
-        present = memory.first_present(prompt), memory.first_absent(prompt), memory.end(prompt)
-        span = _span(self.problem, self.config, segment, (first, last), present)
+        present = arrays.first_present(prompt), arrays.first_absent(prompt), arrays.end(prompt)
+        span = _span(self.problem, self.config, split, (first, last), present)
         own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         kv_head = lax.div(head, jnp.int32(self._group))
-        return Item(claimed.prompt, segment, own_head, kv_head, own_base, q_start, q_end, position, span)
+        return Item(claimed.prompt, split, own_head, kv_head, own_base, q_start, q_end, position, span)

@@ -1,8 +1,8 @@
 """The body of the prompt kernel: a warpgroup attends with the rows of an item.
 
-The two warpgroups take turns through one barrier, `turn`. Each phase of it has one arrival of either: one has issued
-a product of query and keys (QK), and the other has finished its softmax and next multiplies weights and values (PV).
-Tile after tile, with `|` for the end of a phase:
+The two warpgroups take turns through one barrier, `phase_ended`, at which each arrives when it ends its phase, and for
+which it waits until the other has ended its own: one has issued a product of query and keys (QK), and the other has
+finished its softmax and next multiplies weights and values (PV). Tile after tile, with `|` for the end of a phase:
 
 ```
 first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import arithmetic, compat, tiles, warpgroups
-from kvjax.kernels.aliases import Carry, Ref, Scalar
+from kvjax.kernels.aliases import Barriers, Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.memory import Memory, Stage
+from kvjax.kernels.prompts.operands import PromptArrays, Stage
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
 from kvjax.kernels.prompts.queue import Claimed, Item, Queue
 
@@ -50,16 +50,17 @@ class Scratch(NamedTuple):
       claimed: int32, the fields of `Claimed`.
       keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
       values_full: likewise.
-      turn: a barrier of the warpgroups; see above.
+      phase_ended: a barrier that completes when both warpgroups have ended a phase, and both wait for; in fp8 one for
+        each warpgroup, which completes when it has issued QK, and the other waits for.
     """
 
     query: Ref
     keys: Ref
     values: Ref
     claimed: Ref
-    keys_full: Ref
-    values_full: Ref
-    turn: Ref
+    keys_full: Barriers
+    values_full: Barriers
+    phase_ended: Barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +77,20 @@ class RowWarpgroup:
 
     problem: PromptProblem
     config: PromptConfig
-    memory: Memory
+    arrays: PromptArrays
     scratch: Scratch
     queue: Queue
     warpgroup: Scalar
     item: Item
     step: Scalar
-    scale: Any = None
+    scale: jax.Array | None = None
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
         warpgroups.store_numbers(self.scratch.claimed, *claimed)
         warpgroups.barrier()
         if self.is_fp8:
-            fp8.store_ones(self.scratch.values, self.memory.head_size_v)
+            fp8.store_ones(self.scratch.values, self.arrays.head_size_v)
             plgpu.commit_smem()
         span = self.item.span
         for ahead in range(self.config.stages):
@@ -101,7 +102,7 @@ class RowWarpgroup:
                     self._copy_values(span.start + ahead)
 
         if not self.is_fp8:
-            self._arrive()
+            self._end_phase()
 
     @property
     def is_fp8(self) -> bool:
@@ -114,11 +115,11 @@ class RowWarpgroup:
         Returns:
           What attends with the rows of the next item; they are in shared memory.
         """
-        memory, scratch, warpgroup, item = self.memory, self.scratch, self.warpgroup, self.item
-        size_v, span, stages = memory.head_size_v, item.span, self.config.stages
+        arrays, scratch, warpgroup, item = self.arrays, self.scratch, self.warpgroup, self.item
+        size_v, span, stages = arrays.head_size_v, item.span, self.config.stages
         columns = size_v + tiles.GROUP if self.is_fp8 else size_v
         own_query = scratch.query.at[warpgroup]
-        factor = memory.factor(item.prompt, item.head, item.kv_head) * LOG2_E
+        factor = arrays.factor(item.prompt, item.head, item.kv_head) * LOG2_E
         if self.is_fp8:
             factor = self.scale * factor
         # A row's logarithms are binary, those of `exp2`.
@@ -130,7 +131,7 @@ class RowWarpgroup:
 
         @pl.when(warpgroup == 1)
         def follow() -> None:
-            self._take_turn()
+            self._wait_for_other()
             # Of a short item the loop does not copy all that the next one begins with.
             pl.when(span.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
@@ -145,11 +146,11 @@ class RowWarpgroup:
         plain = functools.partial(self._tile, own_query, factor, False)
         # In fp8 products sum weights too.
         state = (acc, largest) if self.is_fp8 else (acc, largest, total, largest)
-        if self.problem.window is not None or not memory.is_aligned:
+        if self.problem.window is not None or not arrays.is_aligned:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
         acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
-        self._arrive()
+        self._end_phase()
 
         following = self.queue.item(self._claimed(), warpgroup)
         next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
@@ -162,12 +163,12 @@ class RowWarpgroup:
         else:
             total, top = sums
             factor = self._rounding(top, largest, total)
-        sink = memory.sink(item.prompt, item.head) * LOG2_E
+        sink = arrays.sink(item.prompt, item.head) * LOG2_E
         whole = jnp.maximum(largest, sink)
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * memory.weight(
+        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * arrays.weight(
             item.prompt, item.head, item.kv_head
         )
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
@@ -176,14 +177,14 @@ class RowWarpgroup:
         base = self._copied_base
         start = item.base - base
         stop = jnp.minimum(item.base + ROWS, item.q_end) - base
-        out_ref, lse_ref, first = memory.out(item.segment, item.head)
+        out_ref, lse_ref, first = arrays.out(item.split, item.head)
         stored = first + base, start, stop
         warpgroups.store_rows(out_ref, acc.astype(out_ref.dtype), *stored, plgpu.Layout.WGMMA)
         warpgroups.store_rows(lse_ref, lse, *stored, plgpu.Layout.WGMMA.reduce(1))
         is_next = following.prompt < self.queue.num_prompts
         pl.when(is_next)(functools.partial(next_rows.store_query, loaded))
 
-        pl.when(warpgroup == 0)(self._take_turn)
+        pl.when(warpgroup == 0)(self._wait_for_other)
 
         return next_rows
 
@@ -200,7 +201,7 @@ class RowWarpgroup:
     @property
     def _copied_base(self) -> Scalar:
         """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
-        return jnp.clip(self.item.base, 0, self.memory.num_rows - ROWS)
+        return jnp.clip(self.item.base, 0, self.arrays.num_rows - ROWS)
 
     def begin_item(self) -> RowWarpgroup:
         """Loads the rows of the first item."""
@@ -214,7 +215,7 @@ class RowWarpgroup:
 
     def load_query(self) -> jax.Array:
         """The item's rows, in registers."""
-        return self.memory.load_query(self._copied_base, self.item.head)
+        return self.arrays.load_query(self._copied_base, self.item.head)
 
     def store_query(self, rows: jax.Array) -> None:
         """Stores rows where `wgmma` reads them, in the dtype of the keys."""
@@ -226,7 +227,7 @@ class RowWarpgroup:
 
     def _claim(self) -> None:
         """Claims the next item of the queue, and describes it in shared memory."""
-        warpgroups.fetch_add(self.memory.claims, self.scratch.claimed.at[0])
+        warpgroups.fetch_add(self.arrays.claims, self.scratch.claimed.at[0])
         warpgroups.barrier()
         claimed = self._claimed()
         # The first items are those of the thread blocks' indices.
@@ -242,9 +243,9 @@ class RowWarpgroup:
         """The stage of a tile."""
         return lax.rem(self.step + tile - self.item.span.start, jnp.int32(self.config.stages))
 
-    def _wait(self, ready: Ref, tile: Scalar) -> None:
+    def _wait(self, full: Barriers, tile: Scalar) -> None:
         number = self.step + tile - self.item.span.start
-        self.memory.wait(ready, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
+        self.arrays.wait(full, self._slot(tile), lambda: lax.div(number, jnp.int32(self.config.stages)))
 
     def _copy_keys(self, tile: Scalar) -> None:
         self._copy(tile, False, self.scratch.keys, self.scratch.keys_full)
@@ -252,14 +253,14 @@ class RowWarpgroup:
     def _copy_values(self, tile: Scalar) -> None:
         self._copy(tile, True, self.scratch.values, self.scratch.values_full)
 
-    def _copy(self, tile: Scalar, values: bool, buffer: Ref, ready: Ref) -> None:
+    def _copy(self, tile: Scalar, values: bool, buffer: Ref, full: Barriers) -> None:
         """Copies a tile to its stage, whose last reader is done; tiles after the last are those of the next item."""
         item = self.item
 
-        def own() -> Any:
+        def own() -> tuple[Scalar, ...]:
             return item.prompt, item.kv_head, tile, item.span.stop
 
-        def following() -> Any:
+        def following() -> tuple[Scalar, ...]:
             claimed = self._claimed()
             return claimed.prompt, claimed.kv_head, claimed.start + tile - item.span.stop, claimed.stop
 
@@ -267,20 +268,20 @@ class RowWarpgroup:
 
         @pl.when(copied < stop)
         def _() -> None:
-            first = self.memory.first_token(prompt, copied, self.config.tokens)
-            self.memory.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), ready))
+            first = self.arrays.first_token(prompt, copied, self.config.tokens)
+            self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), full))
 
-    def _arrive(self) -> None:
+    def _end_phase(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
-        turn = self.scratch.turn
-        plgpu.barrier_arrive(turn.at[self.warpgroup] if self.is_fp8 else turn)
+        ended = self.scratch.phase_ended
+        plgpu.barrier_arrive(ended.at[self.warpgroup] if self.is_fp8 else ended)
 
-    def _take_turn(self) -> None:
+    def _wait_for_other(self) -> None:
         """Waits until the other warpgroup has ended its phase."""
-        turn = self.scratch.turn
-        plgpu.barrier_wait(turn.at[1 - self.warpgroup] if self.is_fp8 else turn)
+        ended = self.scratch.phase_ended
+        plgpu.barrier_wait(ended.at[1 - self.warpgroup] if self.is_fp8 else ended)
 
-    def _tile(self, own_query: Any, factor: Any, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
+    def _tile(self, own_query: Ref, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
         """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
         _, keys, values, _, keys_full, values_full, _ = self.scratch
         acc, largest, *sums = state
@@ -288,9 +289,9 @@ class RowWarpgroup:
         slot = self._slot(tile)
 
         def multiplying_keys() -> None:
-            self._arrive()
+            self._end_phase()
             if not self.is_fp8:
-                self._take_turn()
+                self._wait_for_other()
             pl.when(self.warpgroup == 1)(functools.partial(self._copy_values, tile + config.stages - 1))
 
         shape = ROWS, config.tokens
@@ -321,12 +322,12 @@ class RowWarpgroup:
             total += jnp.sum(weights, axis=1)
             acc, total, raised, operand = lax.optimization_barrier((acc, total, raised, operand))
         if not self.is_fp8:
-            self._arrive()
+            self._end_phase()
         self._wait(values_full, tile)
-        if is_masked and not self.memory.is_aligned:
+        if is_masked and not self.arrays.is_aligned:
             # Before its own turn, so that the other warpgroup, whose turn is later, finds it done.
             pl.when(self.warpgroup == 0)(functools.partial(self._clear_absent, tile))
-        self._take_turn()
+        self._wait_for_other()
 
         def multiplying_values() -> None:
             @pl.when(self.warpgroup == 1)
@@ -349,22 +350,22 @@ class RowWarpgroup:
         """Logits, -inf for the tokens that a row does not see."""
         first = self._copied_base - self.item.q_start + self.item.position
         config = self.config
-        first_token = self.memory.first_token(self.item.prompt, tile, config.tokens)
+        first_token = self.arrays.first_token(self.item.prompt, tile, config.tokens)
         shape = logits.shape
         row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + first
         token = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + first_token
         sees = (token <= row) & (token >= tile * config.tokens)
         if self.problem.window is not None:
             sees &= token > row - self.problem.window
-        sees &= self.memory.is_present(self.item.prompt, first_token, token)
+        sees &= self.arrays.is_present(self.item.prompt, first_token, token)
         return jnp.where(sees, logits, -jnp.inf)
 
     def _clear_absent(self, tile: Scalar) -> None:
         """Clears the values of absent tokens, which may be NaN: a weight of 0 does not remove it."""
         prompt, size = self.item.prompt, self.config.tokens
-        first_token = self.memory.first_token(prompt, tile, size)
-        start = self.memory.first_present(prompt) - first_token
-        stop = self.memory.end(prompt) - first_token
+        first_token = self.arrays.first_token(prompt, tile, size)
+        start = self.arrays.first_present(prompt) - first_token
+        stop = self.arrays.end(prompt) - first_token
 
         @pl.when((start > 0) | (stop < size))
         def clear() -> None:
@@ -372,17 +373,17 @@ class RowWarpgroup:
             plgpu.commit_smem()
 
 
-def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: Scratch) -> None:
+def run(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scratch: Scratch) -> None:
     """The body of the kernel."""
-    queue = Queue(problem, config, memory)
+    queue = Queue(problem, config, arrays)
     warpgroup = lax.axis_index("warpgroup")
     claimed = queue.first(lax.axis_index("block"))
     first = queue.item(claimed, warpgroup)
 
-    def rows(item: Item, step: Scalar, *scale: Any) -> RowWarpgroup:
-        return RowWarpgroup(problem, config, memory, scratch, queue, warpgroup, item, step, *scale)
+    def rows(item: Item, step: Scalar, *scale: jax.Array) -> RowWarpgroup:
+        return RowWarpgroup(problem, config, arrays, scratch, queue, warpgroup, item, step, *scale)
 
-    def state(of: RowWarpgroup) -> tuple[Any, ...]:
+    def state(of: RowWarpgroup) -> tuple[Carry, ...]:
         return (of.item, of.step) if of.scale is None else (of.item, of.step, of.scale)
 
     @pl.when(first.prompt < queue.num_prompts)
@@ -397,6 +398,6 @@ def run(problem: PromptProblem, config: PromptConfig, memory: Memory, scratch: S
 
         lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
         if not fp8.is_fp8(scratch.keys.dtype):
-            # The second warpgroup has offered one more turn. Interpret mode wants it taken, and all to know.
-            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.turn))
-            plgpu.barrier_wait(scratch.turn)
+            # The second warpgroup has ended one more phase. Interpret mode wants that waited for, and all to know.
+            pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.phase_ended))
+            plgpu.barrier_wait(scratch.phase_ended)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import Ref
-from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
-from kvjax.kernels.prompts.memory import FIELDS
+from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
+from kvjax.kernels.prompts.operands import FIELDS
 from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
@@ -129,7 +128,7 @@ class _Schedule:
         """Whether so many rows are those of a prompt."""
         return (q_len > self.kind.decode_q_len) & (q_len <= jnp.int32(self.counts["max_q_len"]))
 
-    def clear(self, row: jax.Array, condition: Any = None) -> None:
+    def clear(self, row: jax.Array, condition: jax.Array | None = None) -> None:
         """Stores the results of a row that sees nothing."""
         kind, arrays = self.kind, self.arrays
 
@@ -269,7 +268,7 @@ def _schedule(kind: StepKind, counts: Mapping[str, Number], arrays: Mapping[str,
     _Schedule(kind, counts, arrays, shared, lanes.thread_index()).run()
 
 
-def _divided_up(x: Any, divisor: int) -> jax.Array:
+def _divided_up(x: jax.Array, divisor: int) -> jax.Array:
     """The quotient, rounded up, of a number that is not negative."""
     return lax.div(x, jnp.int32(divisor)) + (lax.rem(x, jnp.int32(divisor)) > 0).astype(jnp.int32)
 

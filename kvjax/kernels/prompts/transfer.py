@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import DType, Ref, Scalar
-from kvjax.kernels.memory import ANY_LENGTH, AnyCount, Argument, Number, with_origin
+from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.registers import THREADS
 
 _AT_ONCE = 8
@@ -50,7 +50,7 @@ class Units(NamedTuple):
 
 
 def copy_units(
-    source: Ref, start: Scalar, target: Any, to: Scalar, units: Units, thread: jax.Array, condition: Any
+    source: Ref, start: Scalar, target: Ref, to: Scalar, units: Units, thread: jax.Array, condition: jax.Array | bool
 ) -> None:
     """Copies a row from unit `start` on to unit `to` on; where `condition` does not hold, stores zeros."""
 
@@ -63,7 +63,7 @@ def copy_units(
     lax.fori_loop(0, -(-units.in_row // (_AT_ONCE * THREADS)), copy, None)
 
 
-def fill_units(target: Any, start: Scalar, units: Units, thread: jax.Array) -> None:
+def fill_units(target: Ref, start: Scalar, units: Units, thread: jax.Array) -> None:
     """Stores zeros in a row."""
 
     def fill(i: jax.Array, _: None) -> None:
@@ -83,7 +83,7 @@ def any_placement(results: Units, num_heads: int) -> AnyCount:
     """
     written = "out", "lse"
 
-    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
+    def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
         packed, thread = lax.axis_index("program"), lanes.thread_index()
         row = arrays["places"][packed]
 

@@ -11,7 +11,7 @@ any of them, encodes the rows, and stores each token's rows into its page, or sk
 
 How rows are encoded is `kvjax.kernels.codecs`. Modules:
 
-- `plan`: launch configurations.
+- `launch_config`: launch configurations.
 - `slots`: where tokens go, and the search for repeated slots.
 - `transfer`: from registers, or from shared memory, into pages.
 - `rotation`, `rotation_step`: rotary position embedding before the write.
@@ -25,8 +25,8 @@ from kvjax.kernels.write.any_count import any_count as any_count
 from kvjax.kernels.write.arrays import WriteArrays as WriteArrays
 from kvjax.kernels.write.arrays import write as write
 from kvjax.kernels.write.launch import why_no_staging as why_no_staging
-from kvjax.kernels.write.plan import SEARCHED as SEARCHED
-from kvjax.kernels.write.plan import WriteConfig as WriteConfig
+from kvjax.kernels.write.launch_config import SEARCHED as SEARCHED
+from kvjax.kernels.write.launch_config import WriteConfig as WriteConfig
 from kvjax.kernels.write.rotation import Rotation as Rotation
 from kvjax.kernels.write.rotation_step import Rotated as Rotated
 from kvjax.kernels.write.rotation_step import RotatedMemory as RotatedMemory

@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.errors import UnsupportedError
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.memory import (
+from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,
@@ -32,9 +32,9 @@ from kvjax.kernels.memory import (
     with_origin,
 )
 from kvjax.kernels.target import Target
-from kvjax.kernels.write import plan, program
+from kvjax.kernels.write import launch_config, program
 from kvjax.kernels.write.launch import why_no_staging, write_kernel
-from kvjax.kernels.write.plan import Rung
+from kvjax.kernels.write.launch_config import Rung
 from kvjax.kernels.write.rotation_step import RotatedMemory, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
@@ -82,7 +82,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
         raise UnsupportedError(f"{'concat_and_cache_mla' if spec.is_mla else 'reshape_and_cache_flash'}: {reason}")
     words_per_slot = np.dtype(kind.slot_dtype).itemsize // 4
-    rungs = plan.rungs(spec, kind.unique_slots, rotates=rotated is not None)
+    rungs = launch_config.rungs(spec, kind.unique_slots, rotates=rotated is not None)
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
     as_rows = {name: codec.token_rows for name, codec in zip(("key", "value"), codecs, strict=False)}
@@ -105,7 +105,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         ]
 
         def write_as(rung: Rung) -> None:
-            num_searched = None if kind.unique_slots or rung.min_tokens >= plan.SEARCHED else num_tokens
+            num_searched = None if kind.unique_slots or rung.min_tokens >= launch_config.SEARCHED else num_tokens
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
             call = program.WriteCall(spec, rung.config, num_tokens, rows[0].dtype)
             program.run(own_slots, operands, staged, call, step)

@@ -10,10 +10,10 @@ from jax import lax
 
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.memory import Pages, Rows
-from kvjax.kernels.write import plan, program
+from kvjax.kernels.launchable import Pages, Rows
+from kvjax.kernels.write import launch_config, program
 from kvjax.kernels.write.launch import write_kernel
-from kvjax.kernels.write.plan import WriteConfig
+from kvjax.kernels.write.launch_config import WriteConfig
 from kvjax.kernels.write.rotation_step import Positions, Rotated, RotationStep, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
@@ -73,13 +73,13 @@ def write(
     if words_per_slot == 2:
         slot_mapping = lax.bitcast_convert_type(slot_mapping, jnp.int32).reshape(-1)
 
-    def body(slots: Any, *refs: Ref) -> None:
+    def body(slots: Ref, *refs: Any) -> None:
         rows, (*scales, pages), others = refs[: len(codecs)], refs[len(codecs) :][:3], refs[len(codecs) + 3 :]
         operands = [
             WriteOperand(codec, Rows(own), scale, Pages(pages, regions, spec.page_size_bytes))
             for codec, own, scale, regions in zip(codecs, rows, scales, spec.regions, strict=False)
         ]
-        num_searched = None if unique_slots or num_tokens >= plan.SEARCHED else num_tokens
+        num_searched = None if unique_slots or num_tokens >= launch_config.SEARCHED else num_tokens
         own_slots, staged = Slots(slots, words_per_slot, last_slot, num_searched), list(others)
         if layer is not None:
             number, staged = others[0][0], staged[1:]

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import DTypeLike, Ref
 from kvjax.kernels.codecs import LoadedRows
-from kvjax.kernels.memory import Number, Rows
-from kvjax.kernels.write.plan import WriteConfig
+from kvjax.kernels.launchable import Number, Rows
+from kvjax.kernels.write.launch_config import WriteConfig
 from kvjax.kernels.write.rotation_step import RotationStep, rotated_part
 from kvjax.kernels.write.slots import Position, Slots
 from kvjax.kernels.write.transfer import RowCopy, Scatter, WriteOperand

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from kvjax import quant
 from kvjax.kernels import compat, ptx
 from kvjax.kernels.aliases import DType, Layout
-from kvjax.kernels.memory import Number, Rows
+from kvjax.kernels.launchable import Number, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, lane_layout
 
 

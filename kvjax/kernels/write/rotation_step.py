@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.memory import ANY_LENGTH, Argument, Number, RowMemory, Rows
+from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number, RowMemory, Rows
 from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
 from kvjax.spec import AttentionSpec
 

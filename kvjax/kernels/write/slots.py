@@ -11,7 +11,7 @@ from jax import lax
 
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Ref
-from kvjax.kernels.memory import Number
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.registers import THREADS, lane_layout
 from kvjax.spec import AttentionSpec
 

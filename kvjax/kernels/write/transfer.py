@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import Layout, Scalar
 from kvjax.kernels.codecs import Codec
-from kvjax.kernels.memory import Number, Pages, Rows
+from kvjax.kernels.launchable import Number, Pages, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
 from kvjax.kernels.write.slots import Position, Slots
 from kvjax.pages import PageRegion, swizzled_position

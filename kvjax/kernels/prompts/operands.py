@@ -1,10 +1,10 @@
-"""The arrays of the prompt kernel: those of JAX, or caller-owned memory."""
+"""The operands of the prompt kernel, and how it reads and writes them: JAX's arrays, or caller-owned memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
-from kvjax.kernels.aliases import Ref, Scalar
-from kvjax.kernels.memory import Number
+from kvjax.kernels.aliases import Barriers, Ref, Scalar
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS, TOKENS
 
 
-class Operands(NamedTuple):
+class Operands[Array: (jax.Array, Ref)](NamedTuple):
     """Arrays, or references to them.
 
     Attributes:
@@ -36,22 +36,22 @@ class Operands(NamedTuple):
       first_absent: int32 `[num_prompts]`: all tokens before this one are present.
       ends: int32 `[num_prompts]`: no token from this one on is present.
       heads: float32 `[3, num_heads]` or, in fp8, `[num_prompts, 3, num_heads]`: a positive factor of the logits, one of
-        the results, and the sink, -inf for none. With several segments there must be none: each would count it.
+        the results, and the sink, -inf for none. With several splits there must be none: each would count it.
     """
 
-    query: Ref
-    keys: Ref
-    values: Ref
-    q_starts: Any
-    q_lens: Any
-    positions: Any
-    bias: Ref
-    first_absent: Scalar
-    ends: Any
-    heads: Any
+    query: Array
+    keys: Array
+    values: Array
+    q_starts: Array
+    q_lens: Array
+    positions: Array
+    bias: Array
+    first_absent: Array
+    ends: Array
+    heads: Array
 
 
-class RaggedOperands(NamedTuple):
+class RaggedOperands[Array: (jax.Array, Ref)](NamedTuple):
     """Keys and values of sequences one after the other, as a model computes them; as in `Operands` where not said.
 
     Attributes:
@@ -68,28 +68,28 @@ class RaggedOperands(NamedTuple):
       heads: float32 `[3, num_heads]`, likewise.
     """
 
-    query: Ref
-    keys: Ref
-    values: Ref
-    q_starts: Any
-    q_lens: Any
-    positions: Any
-    kv_starts: Any
-    first_present: Any
-    ends: Any
-    heads: Any
+    query: Array
+    keys: Array
+    values: Array
+    q_starts: Array
+    q_lens: Array
+    positions: Array
+    kv_starts: Array
+    first_present: Array
+    ends: Array
+    heads: Array
 
 
 class Stage(NamedTuple):
-    """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `ready` says when."""
+    """Where a tile is copied to: slot `slot` of `buffer`, in shared memory; barrier `slot` of `full` says when."""
 
     buffer: Ref
     slot: Scalar
-    ready: Ref
+    full: Barriers
 
 
-class Memory(Protocol):
-    """What the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
+class PromptArrays(Protocol):
+    """Accesses to what the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
 
     @property
     def num_heads(self) -> int:
@@ -116,7 +116,7 @@ class Memory(Protocol):
         """Whether token 0 of each prompt is present, if any is, and what is absent has values of zeros."""
 
     @property
-    def claims(self) -> Any:
+    def claims(self) -> Ref:
         """Reference to an int32 scalar."""
 
     def q_start(self, prompt: Scalar) -> jax.Array:
@@ -147,7 +147,7 @@ class Memory(Protocol):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
         """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
 
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
@@ -156,7 +156,7 @@ class Memory(Protocol):
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
         """Starts the copy of a tile of keys or values."""
 
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:
         """Waits for the copy to a slot, which was filled `times()` times before."""
 
 
@@ -167,59 +167,84 @@ def _by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayMemory:
+class _JaxArrays[Given: (Operands[Ref], RaggedOperands[Ref])]:
     """JAX's arrays: shapes are known, and copies have descriptors."""
 
-    operands: Any
+    operands: Given
     out_ref: Ref
     lse_ref: Ref
-    claims_ref: Any
+    claims_ref: Ref
 
     @property
-    def num_heads(self) -> int:  # noqa: D102
-        size: int = self.operands.query.shape[1]
-        return size
+    def num_heads(self) -> int:
+        return self.operands.query.shape[1]
 
     @property
-    def num_kv_heads(self) -> int:  # noqa: D102
-        size: int = self.operands.keys.shape[-2]
-        return size
+    def num_kv_heads(self) -> int:
+        return self.operands.keys.shape[-2]
 
     @property
-    def head_size_v(self) -> int:  # noqa: D102
-        size: int = self.operands.values.shape[-2 if self._is_fp8 else -1]
-        return size
+    def head_size_v(self) -> int:
+        return self.operands.values.shape[-2 if self._is_fp8 else -1]
 
     @property
     def _is_fp8(self) -> bool:
         return fp8.is_fp8(self.operands.values.dtype)
 
     @property
-    def num_prompts(self) -> int:  # noqa: D102
-        size: int = self.operands.q_lens.shape[0]
-        return size
+    def num_prompts(self) -> int:
+        return self.operands.q_lens.shape[0]
 
     @property
-    def num_rows(self) -> int:  # noqa: D102
-        size: int = self.operands.query.shape[0]
-        return size
+    def num_rows(self) -> int:
+        return self.operands.query.shape[0]
 
     @property
-    def claims(self) -> Any:  # noqa: D102
+    def claims(self) -> Ref:
         return self.claims_ref.at[0]
+
+    def q_start(self, prompt: Scalar) -> jax.Array:
+        return self.operands.q_starts[prompt]
+
+    def q_len(self, prompt: Scalar) -> jax.Array:
+        return self.operands.q_lens[prompt]
+
+    def position(self, prompt: Scalar) -> jax.Array:
+        return self.operands.positions[prompt]
+
+    def end(self, prompt: Scalar) -> jax.Array:
+        return self.operands.ends[prompt]
+
+    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
+        heads = self.operands.heads
+        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
+
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
+        return self._of_head(0, prompt, head)
+
+    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
+        return self._of_head(1, prompt, head)
+
+    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:
+        return self._of_head(2, prompt, head)
+
+    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
+        return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
+
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:
+        return self.out_ref.at[split, :, head], self.lse_ref.at[split, :, head], 0
+
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:
+        plgpu.barrier_wait(full.at[slot])
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseArrays(_JaxArrays[Operands[Ref]]):
+    """JAX's arrays of `Operands`."""
 
     @property
     def is_aligned(self) -> bool:  # noqa: D102
         return True
-
-    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.q_starts[prompt]
-
-    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.q_lens[prompt]
-
-    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.positions[prompt]
 
     def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
         return 0
@@ -227,30 +252,8 @@ class ArrayMemory:
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.operands.first_absent[prompt]
 
-    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self.operands.ends[prompt]
-
-    def _of_head(self, index: int, prompt: Scalar, head: Scalar) -> Scalar:
-        heads = self.operands.heads
-        return heads[index, head] if heads.ndim == 2 else heads[prompt, index, head]
-
-    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(0, prompt, head)
-
-    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(1, prompt, head)
-
-    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
-        return self._of_head(2, prompt, head)
-
-    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
-        return compat.load(self.operands.query.at[pl.ds(first, ROWS), head], plgpu.Layout.WGMMA)
-
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.operands.bias.at[prompt], first, token)
-
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
-        return self.out_ref.at[segment, :, head], self.lse_ref.at[segment, :, head], 0
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The last tile starts earlier, to end with the dense tokens.
@@ -261,21 +264,18 @@ class ArrayMemory:
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
-        buffer, slot, ready = stage
+        buffer, slot, full = stage
         if values and self._is_fp8:
             source = source.at[prompt, kv_head, :, pl.ds(first, buffer.shape[2])]
             buffer = buffer.at[slot, pl.ds(0, self.head_size_v)]
-            plgpu.copy_gmem_to_smem(source, buffer, ready.at[slot])
+            compat.copy_to_shared(source, buffer, full.at[slot])
             return
         tokens = pl.ds(first, buffer.shape[1])
-        plgpu.copy_gmem_to_smem(source.at[prompt, tokens, kv_head], buffer.at[slot], ready.at[slot])
-
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
-        plgpu.barrier_wait(ready.at[slot])
+        compat.copy_to_shared(source.at[prompt, tokens, kv_head], buffer.at[slot], full.at[slot])
 
 
 @dataclasses.dataclass(frozen=True)
-class RaggedMemory(ArrayMemory):
+class RaggedArrays(_JaxArrays[RaggedOperands[Ref]]):
     """JAX's arrays of `RaggedOperands`."""
 
     @property
@@ -298,7 +298,7 @@ class RaggedMemory(ArrayMemory):
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
         tokens = pl.ds(self.operands.kv_starts[prompt] + first, stage.buffer.shape[1])
-        plgpu.copy_gmem_to_smem(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.ready.at[stage.slot])
+        compat.copy_to_shared(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.full.at[stage.slot])
 
 
 FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
@@ -310,11 +310,11 @@ its row of the block table on. `first_seen` is the first token that a row sees.
 
 
 @dataclasses.dataclass(frozen=True)
-class CallerMemory:
+class TiledArrays:
     """Caller-owned memory, with keys and values in tiles.
 
     Attributes:
-      num_heads: as in `Memory`.
+      num_heads: as in `PromptArrays`.
       num_kv_heads: likewise.
       head_size: columns of keys.
       head_size_v: columns of values.
@@ -336,35 +336,35 @@ class CallerMemory:
       sinks: float32 `[num_heads]`, or None.
       units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
         `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
-      out_ref: `[num_segments * num_rows, num_heads, head_size_v]`.
-      lse_ref: `[num_segments * num_rows, num_heads]`.
+      out_ref: `[num_splits * num_rows, num_heads, head_size_v]`.
+      lse_ref: `[num_splits * num_rows, num_heads]`.
     """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     head_size_v: int
-    num_rows: Any
+    num_rows: Scalar
     num_tokens: Scalar
-    first_prompt: Any
+    first_prompt: Scalar
     num_prompts: Scalar
-    lot: Any
+    lot: Scalar
     sm_scale: float
-    prompts: Any
-    header: Any
+    prompts: Ref
+    header: Ref
     query: Ref
     keys: Ref
     values: Ref
     bias: Ref
-    k_scale: Ref
-    v_scale: Ref
-    sinks: Ref
-    units: Sequence[Ref]
+    k_scale: Ref | None
+    v_scale: Ref | None
+    sinks: Ref | None
+    units: Sequence[Ref | None]
     out_ref: Ref
     lse_ref: Ref
 
     @property
-    def claims(self) -> Any:  # noqa: D102
+    def claims(self) -> Ref:  # noqa: D102
         return self.header.at[1 + self.lot]
 
     @property
@@ -415,8 +415,8 @@ class CallerMemory:
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return _by_bias(self.bias, prompt * self.num_tokens + first, token)
 
-    def out(self, segment: Scalar, head: Scalar) -> tuple[Any, Any, Any]:  # noqa: D102
-        return self.out_ref.at[:, head], self.lse_ref.at[:, head], segment * self.num_rows
+    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:  # noqa: D102
+        return self.out_ref.at[:, head], self.lse_ref.at[:, head], split * self.num_rows
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
@@ -431,11 +431,11 @@ class CallerMemory:
         else:
             tiles.copy(self.values if values else self.keys, row, *stage)
 
-    def wait(self, ready: Ref, slot: Scalar, times: Callable[[], Any]) -> None:  # noqa: D102
-        tiles.wait(ready, slot, times())
+    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:  # noqa: D102
+        tiles.wait(full, slot, times())
 
 
-def _scale(scale: Ref, kv_head: Scalar) -> Scalar:
+def _scale(scale: Ref | None, kv_head: Scalar) -> Scalar:
     if scale is None:
         return jnp.float32(1.0)
     return scale[0] if scale.shape[0] == 1 else scale[kv_head]

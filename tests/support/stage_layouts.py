@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.kernels.attention.stages import SharedRows, StagePlan
-from kvjax.kernels.memory import PageMemory
+from kvjax.kernels.attention.stages import SharedRows, StageLayout
+from kvjax.kernels.launchable import PageMemory
 from kvjax.pages import interleaved_regions
 from kvjax.spec import AttentionSpec
 
@@ -32,15 +32,15 @@ def page_memory(
     return PageMemory(k, half, alignment), PageMemory(moved, spec.page_size_bytes - half, alignment)
 
 
-def plan_of(spec: AttentionSpec, heads: int | None = None, tiles: int = 1, **memory: Any) -> StagePlan:
+def layout_of(spec: AttentionSpec, heads: int | None = None, tiles: int = 1, **memory: Any) -> StageLayout:
     one_memory = memory.get("one_memory", True)
     places = page_memory(spec, **memory)
-    return StagePlan.of(spec, places, heads or spec.num_kv_heads, tiles, one_memory=one_memory)
+    return StageLayout.of(spec, places, heads or spec.num_kv_heads, tiles, one_memory=one_memory)
 
 
-def kinds(plan: StagePlan) -> list[tuple[int, SharedRows]]:
+def kinds(layout: StageLayout) -> list[tuple[int, SharedRows]]:
     """Each kind of rows, with 0 for those of keys and 1 for those of values."""
-    return [(half, rows) for half, each in enumerate((plan.keys, plan.values)) for rows in each]
+    return [(half, rows) for half, each in enumerate((layout.keys, layout.values)) for rows in each]
 
 
 def page_bytes(rows: SharedRows, token: int, head: int) -> np.ndarray:

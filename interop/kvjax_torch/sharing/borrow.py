@@ -15,7 +15,7 @@ from kvjax.ops.options import kind_of
 from kvjax_torch.arguments.checks import check_strided, for_cache
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.launch import driver
-from kvjax_torch.memory.exports import Export
+from kvjax_torch.sharing.exports import Export
 
 LENDABLE_DTYPES: tuple[torch.dtype, ...] = (
     torch.bool,

@@ -1,4 +1,4 @@
-"""Descriptions of the memory that kernels access: JAX arrays, or caller-owned memory.
+"""Kernels that launchers pass addresses to, and the rows and pages that these and kernels over JAX arrays access.
 
 For JAX arrays, sizes and addresses are known when a kernel is compiled. For caller-owned memory only strides and
 alignments are; sizes and addresses are known at launch, so that one kernel serves every launch.
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels import compat, warpgroups
-from kvjax.kernels.aliases import DType, Ref
+from kvjax.kernels.aliases import DType, Kernel, Ref
 from kvjax.pages import PageRegion
 from kvjax.spec import AttentionSpec
 
@@ -171,7 +171,7 @@ class AnyCount:
     """
 
     body: Callable[..., None]
-    kernel: Callable[..., Callable[..., Any]]
+    kernel: Callable[..., Kernel]
     counts: tuple[str, ...]
     arguments: tuple[Argument, ...]
     writes: tuple[str, ...]
@@ -212,7 +212,7 @@ class AnyCount:
 
         return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
 
-    def _call(self, kernel: Callable[..., Any], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def _call(self, kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         first = len(arrays) - len(self.arguments)
         refs = {first + i: jax.new_ref(arrays[first + i]) for i in self.written}
         kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
@@ -274,7 +274,7 @@ def row_scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> list[Pag
     return [None if each is None else each.pages(arrays[name]) for name, each in named]
 
 
-def scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> tuple[list[Any], list[Pages | None]]:
+def scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> tuple[list[Ref | None], list[Pages | None]]:
     """In a kernel, the layer's scales of keys and of values, each None where `row_scales_of` has pages; and these."""
     pages = row_scales_of(arrays, memory)
     named = zip(SCALES, memory, strict=True)
