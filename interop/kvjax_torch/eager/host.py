@@ -173,9 +173,9 @@ def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, tor
         gathered = gather(dense.as_gather(plan), tensors)
         keys, values = (x.transpose(1, 2).contiguous() for x in gathered)
         return keys, values
-    # In one pass each of copying blocks, and of arranging heads and converting.
+    # In one pass each of copying blocks, and of converting; products take heads in any order.
     blocks = (_blocks(cache, tensors).permute(0, 3, 1, 2, 4) for cache in tensors[:2])
-    keys, values = (torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x).flatten(2, 3) for x in blocks)
+    keys, values = (x.to(torch.float32).flatten(2, 3) for x in blocks)
     return keys, values
 
 
