@@ -195,7 +195,8 @@ def test_a_kernel_of_unknown_origin_has_no_key():
 
 
 @pytest.mark.parametrize(
-    "function", ["os:system", "kvjax.kernels.gather:gather", "kvjax.kernels.gather:missing", "kvjax.kernels:AnyCount"]
+    "function",
+    ["os:system", "kvjax.kernels.gather:Table", "kvjax.kernels.gather:missing", "kvjax.kernels:AnyCount"],
 )
 def test_only_what_makes_kernels_is_called(function: str):
     with pytest.raises(ValueError, match="expected a function of kvjax that makes kernels"):

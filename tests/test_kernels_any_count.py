@@ -110,6 +110,27 @@ def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target
     assert kernel.parameters == [f".align 8 .b8[{8 * len(args)}]"]
 
 
+@pytest.mark.parametrize("dtype", [KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_E4M3], ids=str)
+def test_memory_of_scales_that_a_dtype_lacks_or_needs_is_refused(dtype):
+    """Scales that are neither beside the data nor in memory of their own, and such memory for a dtype without them."""
+    spec = simple_spec(dtype)
+    (keys, values), of_scales = interleaved_memory(spec)
+    scales = (None, None) if dtype.is_per_token_head else of_scales
+    rows = (kernels.RowMemory(BFLOAT16, 128, 16),) * 2
+    kind = kernels.WriteKind(spec, rows, (keys, values), np.dtype(np.int64), (1, 1), scale_pages=scales)
+    batch = kernels.BatchKind(
+        spec, (keys, values), BFLOAT16, 2, 1, (1, 1), kernels.Softmax(sm_scale=1.0), scale_pages=scales
+    )
+    for make in (
+        lambda: kernels.write_kernel(kind),
+        lambda: kernels.gather_kernel(spec, (keys, values), BFLOAT16, (1, 1), scales),
+        lambda: kernels.prompt_gather_kernel(spec, (keys, values), BFLOAT16, scales),
+        lambda: kernels.attention_kernels(batch, kernels.Target()),
+    ):
+        with pytest.raises(ValueError, match=r"memory=.* does not fit"):
+            make()
+
+
 @pytest.mark.full
 def test_interpreted_kernels_serve_scales_between_rows():
     dtype = KVCacheDType.INT8_PER_TOKEN_HEAD
@@ -121,9 +142,9 @@ def test_interpreted_kernels_serve_scales_between_rows():
     memory = np.zeros((NUM_BLOCKS, spec.page_size_bytes), np.uint8)
     with interpret_mode(), jax.enable_x64(True):
         rows = [jnp.asarray(x).reshape(5, -1) for x in (key, value)]
-        words = jax.lax.bitcast_convert_type(jnp.asarray(slots), jnp.int32).reshape(-1)
-        counts = 5, NUM_BLOCKS * spec.block_size - 1
-        parts = interleaved_kernel(dtype, "write").with_counts(counts, 5, words, *rows, *[jnp.asarray(memory)] * 4)
+        counts, given = (5, NUM_BLOCKS * spec.block_size - 1), (jnp.asarray(slots), *rows)
+        each = [jnp.array(memory) for _ in starts]
+        parts = interleaved_kernel(dtype, "write").with_counts(counts, 5, *given, *each)
         for start, part in zip(starts, parts, strict=True):  # each as if it began where its own bytes do
             memory |= np.roll(np.asarray(part), start)
         table, lengths = jnp.array([2, 0, 1], jnp.int32), jnp.array([24], jnp.int32)
@@ -200,12 +221,9 @@ def test_attention_is_two_kernels_that_are_given_integers(operation, dtype, opti
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
 
 
-def with_gaps(rows: jax.Array, part: KVCacheDType) -> jax.Array:
-    """Tokens as a fused projection has them, 64 other elements after each; for NVFP4 in words of two elements."""
-    flat = jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
-    if part.byte_format is not KVCacheDType.NVFP4:
-        return flat
-    return jax.lax.bitcast_convert_type(flat.reshape(rows.shape[0], -1, 2), jnp.uint32)
+def with_gaps(rows: jax.Array) -> jax.Array:
+    """Tokens as a fused projection has them, 64 other elements after each."""
+    return jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
 
 
 @pytest.mark.parametrize(("programs", "least", "tokens"), [(264, 1, 1), (2, 4, 2), (2, 8, 4), (2, 16, 4), (2, 32, 4)])
@@ -282,7 +300,7 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
     expected = run_write("xla", key, value, cache, slots, **scales)
     both_scales = [jnp.full(1, scale, jnp.float32) for scale in scales.values()]
     pages = poisoned(spec, NUM_BLOCKS).kv.reshape(NUM_BLOCKS, -1)
-    rows = [with_gaps(jnp.asarray(x), part) for x, part in zip((key, value), spec.dtype.parts, strict=True)]
+    rows = [with_gaps(jnp.asarray(x)) for x in (key, value)]
     last_slot = NUM_BLOCKS * spec.block_size - 1
 
     def of_scales(pages: jax.Array) -> list[jax.Array]:
@@ -292,28 +310,21 @@ def test_an_interpreted_write_and_gather_have_the_bytes_of_xla(dtype, tokens, mo
 
     with interpret_mode():
         kernel = write_kernel(spec, np.int32, unique_slots=unique_slots)
-        written = kernel.with_counts(
+        written, *_ = kernel.with_counts(
             (num_tokens, last_slot), num_tokens, jnp.asarray(slots), *rows, pages, pages, *of_scales(pages)
         )
-        # Of what is written each has its own copy of the pages here; put together, they are the cache.
-        changed = bits(written[0])
-        for other in map(bits, written[1:]):
-            changed = jnp.where(other != bits(pages), other, changed)
-        assert_same_bytes(np.asarray(changed).view(np.uint8).reshape(NUM_BLOCKS, -1), page_bytes(expected))
+        assert_same_bytes(np.asarray(written).view(np.uint8).reshape(NUM_BLOCKS, -1), page_bytes(expected))
 
         full = expected.kv.reshape(NUM_BLOCKS, -1)
         table, lengths = jnp.array([NUM_BLOCKS, 0, 2, 1], jnp.int32), jnp.array([11, 3], jnp.int32)
-        kernel = gather_kernel(spec)
-        dense = [jnp.zeros((4 * spec.block_size, *x.array.shape[1:]), x.array.dtype) for x in kernel.arguments[-2:]]
-        read = kernel.with_counts((2, 2, NUM_BLOCKS - 1), 4, table, lengths, *of_scales(full), full, full, *dense)
+        heads = 4 * spec.block_size, spec.num_kv_heads
+        dense = [jax.ShapeDtypeStruct((*heads, size), BFLOAT16) for size in spec.head_sizes]
+        arrays = table, lengths, *of_scales(full), full, full, *dense
+        read = gather_kernel(spec).with_counts((2, 2, NUM_BLOCKS - 1), 4, *arrays)
         jax.block_until_ready(read)
     wanted = gather_kv(expected, table.reshape(2, 2), lengths, dtype=BFLOAT16, implementation="xla", **scales)
     for got, want in zip(read, wanted, strict=True):
         assert_same_bytes(np.asarray(got).reshape(-1).view(np.uint8), np.asarray(want).reshape(-1).view(np.uint8))
-
-
-def bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 def latent_kernel(operation: str, dtype: KVCacheDType, heads: int, q_len: int) -> kernels.AnyCount:

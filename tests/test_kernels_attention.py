@@ -33,7 +33,7 @@ from kvjax import (
     ragged_paged_attention,
 )
 from kvjax.kernels import lanes, placement
-from kvjax.kernels.attention import arrays, choice, schedule, softmax
+from kvjax.kernels.attention import any_batch, choice, schedule, softmax
 from kvjax.kernels.attention.choice import choose, rows_per_pass, scratch, why_not
 from kvjax.kernels.attention.formats import CONVERTED_WORDS, Format, in_terms
 from kvjax.kernels.attention.problem import MergeConfig, Problem
@@ -433,7 +433,7 @@ def test_a_call_that_is_not_traced_is_launched_for_its_device_too(monkeypatch):
         raise ZeroDivisionError(target)
 
     monkeypatch.setattr(placement, "target_of", lambda array: SM_120)
-    monkeypatch.setattr(arrays, "choose", choose)
+    monkeypatch.setattr(any_batch, "choose", choose)
     query, cache, table, lens = suite.build(Case("fp8_e4m3", lengths=(20,))).args
     with interpret_mode(), pytest.raises(ZeroDivisionError) as chosen:
         paged_attention(query, cache, table, lens, implementation="mosaic")
@@ -624,7 +624,7 @@ def test_lowering_converts_few_bools(monkeypatch: pytest.MonkeyPatch):
 def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
     """Programs that are alike share what was traced; not where they are for other GPUs."""
     seen = []
-    monkeypatch.setattr(arrays, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
+    monkeypatch.setattr(any_batch, "choose", lambda problem, target: seen.append(target) or choose(problem, target))
     args = shapes(simple_spec(KVCacheDType.FP8_E5M2, num_kv_heads=3, head_size=16))
     for multiprocessors in (132, 148, 132):
         monkeypatch.setattr(placement, "_target", functools.partial(Target, multiprocessors))

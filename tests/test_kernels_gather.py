@@ -22,10 +22,10 @@ from support.helpers import (
 from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, gather_kv, quant
-from kvjax.cache_views import flat_pages
 from kvjax.kernels import decoding
-from kvjax.kernels.gather import GatherArrays, GatherConfig, gather
+from kvjax.kernels.gather import GatherConfig
 from kvjax.kernels.registers import THREADS, lane_layout
+from kvjax.ops.gather import gather_mosaic
 
 BYTES = np.arange(256, dtype=np.uint8)
 
@@ -112,8 +112,7 @@ def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
     cache, table = poisoned(spec, 3), np.array([[2, 0], [1, 7]], np.int32)
     lengths, scale, out = np.array([29, 15], np.int32), np.full(1, 0.0371, np.float32), np.dtype(np.float16)
     with interpret_mode():
-        arrays = GatherArrays(table, lengths, scale, scale)
-        got = gather(flat_pages(cache), arrays, spec, out, GatherConfig(tokens))
+        got = gather_mosaic(cache, table, lengths, None, scale, scale, dtype=out, config=GatherConfig(tokens))
     expected = read("xla", cache, table, lengths, k_scale=scale[0], v_scale=scale[0], dtype=out)
     for g, e in zip(got, expected, strict=True):
         assert_same_bytes(np.asarray(g), e)

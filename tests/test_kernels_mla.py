@@ -19,8 +19,8 @@ from support.mla_cases import SM_SCALE, build, queries, spec_of
 import kvjax
 from kvjax import UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
 from kvjax.kernels import mla
-from kvjax.kernels.attention import BatchSizes, Softmax
-from kvjax.kernels.mla import MLAConfig, arrays
+from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
+from kvjax.kernels.mla import MLAConfig
 from kvjax.kernels.target import Target
 from kvjax.ops.route import Query, route
 
@@ -70,7 +70,7 @@ def test_interpreted_parts_of_sequences_are_merged(config):
 @pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256), ("nvfp4", 256), ("fp8_ds_mla", 512)])
 def test_without_races(dtype, rank, monkeypatch):
     """In one thread block, with more tiles than slots, and sequences one after another."""
-    monkeypatch.setattr(arrays, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
+    monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
     problem = build(spec_of(dtype, (rank, 16), 16), (200, 70))
     q = queries(problem.spec, (2, 2, 3), "bfloat16")
     with interpret_mode(detect_races=True):

@@ -19,9 +19,10 @@ from support.mla_cases import SM_SCALE, build, queries, spec_of
 import kvjax
 from kvjax import UnsupportedError, kernels, mla_paged_attention
 from kvjax.kernels import mla
-from kvjax.kernels.attention import Softmax
-from kvjax.kernels.attention.choice import BatchSizes, array_memory, plain_problem
+from kvjax.kernels.attention import Softmax, any_batch
+from kvjax.kernels.attention.choice import BatchSizes, plain_problem
 from kvjax.kernels.attention.problem import DecodeConfig
+from kvjax.kernels.launchable import array_memory
 from kvjax.kernels.mla import MLAConfig, arrays
 from kvjax.kernels.target import Target
 
@@ -77,7 +78,7 @@ def test_interpreted_several_tiles_of_a_stage():
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 def test_without_races(dtype, monkeypatch):
     """In one thread block, with more stages than slots, and sequences one after another."""
-    monkeypatch.setattr(arrays, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
+    monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
     problem = build(spec_of(dtype, (128, 16), 16), (200, 70))
     q = queries(problem.spec, (2, 2, 3), "bfloat16")
     with interpret_mode(detect_races=True):

@@ -126,12 +126,15 @@ def main() -> None:
     parser.add_argument("--show", choices=["hlo", "ptx", "sass"], nargs="*", default=())
     args = parser.parse_args()
 
+    import jax
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct
 
-    from kvjax import FullAttentionSpec, KVCacheDType
-    from kvjax.kernels.gather import GatherArrays, GatherConfig, gather
-    from kvjax.kernels.write import WriteArrays, WriteConfig, write
+    from kvjax import FullAttentionSpec, KVCache, KVCacheDType
+    from kvjax.kernels.gather import GatherConfig
+    from kvjax.kernels.write import WriteConfig
+    from kvjax.ops.gather import gather_mosaic
+    from kvjax.ops.write import write_mosaic
 
     spec = FullAttentionSpec(
         args.block_size,
@@ -142,22 +145,21 @@ def main() -> None:
         v_scale_layout=args.v_scale_layout,
     )
     num_blocks = -(-args.num_tokens // args.block_size)
-    pages = ShapeDtypeStruct((num_blocks, spec.page_size_bytes // spec.array_dtype.itemsize), spec.array_dtype)
+    cache = jax.eval_shape(lambda: KVCache.allocate(spec, num_blocks))
     scale = ShapeDtypeStruct((1,), jnp.float32)
     dense_dtype = jnp.dtype(args.dense_dtype)
     if args.kernel == "write":
         rows = ShapeDtypeStruct((args.num_tokens, args.num_kv_heads, args.head_size), dense_dtype)
         slots = ShapeDtypeStruct((args.num_tokens,), jnp.int32)
-        function = functools.partial(
-            write, spec=spec, config=WriteConfig(args.tokens, args.split_kv), unique_slots=args.unique_slots
-        )
-        arrays = WriteArrays(rows, rows, slots, scale, scale)
-        inspect(function, (pages, arrays), args.target, donate_argnums=0, show=args.show)
+        config = WriteConfig(args.tokens, args.split_kv)
+        function = functools.partial(write_mosaic, config=config, unique_slots=args.unique_slots)
+        arrays = cache, rows, rows, slots, None, scale, scale
+        inspect(function, arrays, args.target, donate_argnums=0, show=args.show)
     else:
         table = ShapeDtypeStruct((64, -(-num_blocks // 64)), jnp.int32)
         lengths = ShapeDtypeStruct((64,), jnp.int32)
-        function = functools.partial(gather, spec=spec, dtype=dense_dtype, config=GatherConfig(tokens=args.tokens))
-        inspect(function, (pages, GatherArrays(table, lengths, scale, scale)), args.target, show=args.show)
+        function = functools.partial(gather_mosaic, dtype=dense_dtype, config=GatherConfig(tokens=args.tokens))
+        inspect(function, (cache, table, lengths, None, scale, scale), args.target, show=args.show)
 
 
 if __name__ == "__main__":

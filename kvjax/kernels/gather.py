@@ -32,8 +32,8 @@ from kvjax.kernels.launchable import (
     Argument,
     Number,
     PageMemory,
-    Pages,
     RowScaleMemory,
+    check_row_scales,
     page_arguments,
     scale_arguments,
     scales_of,
@@ -97,64 +97,6 @@ class Table(NamedTuple):
         return entry * jnp.int32(self.num_layers) + self.layer, is_block & is_layer
 
 
-class GatherArrays(NamedTuple):
-    """The sequences to gather, and how they are stored.
-
-    Attributes:
-      block_table: int32 `[num_seqs, max_blocks]`.
-      seq_lens: int32 `[num_seqs]`.
-      k_scale: float32 `[1]` or `[num_kv_heads]`.
-      v_scale: likewise.
-      layer: int32 scalar, the layer to read, as in the write; None for pages of one layer.
-    """
-
-    block_table: jax.Array
-    seq_lens: jax.Array
-    k_scale: jax.Array
-    v_scale: jax.Array
-    layer: jax.Array | None = None
-
-
-def gather(
-    pages: jax.Array,
-    arrays: GatherArrays,
-    spec: AttentionSpec,
-    dtype: DType,
-    config: GatherConfig,
-    num_layers: int = 1,
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[num_seqs, max_blocks * block_size, num_kv_heads, head_size]` (`head_size_v`), of `dtype`.
-
-    `pages` are flat, `[num_blocks, page_elements]` of the storage dtype; of `num_layers` layers
-    `[num_blocks * num_layers, page_elements]`.
-    """
-    block_table, seq_lens, k_scale, v_scale, layer = arrays
-    num_seqs, max_blocks = block_table.shape
-    num_entries, last_block = num_seqs * max_blocks, pages.shape[0] // num_layers - 1
-    layers, codecs = [] if layer is None else [layer.reshape(1)], codecs_of(spec)
-
-    def body(block_table: Any, seq_lens: Ref, k_scale: Ref, v_scale: Ref, pages: Ref, *others: Ref) -> None:
-        dense = others[len(layers) :]
-        operands = [
-            GatherOperand(codec, Pages(pages, regions, spec.page_size_bytes), scale, ref)
-            for codec, regions, scale, ref in zip(codecs, spec.regions, (k_scale, v_scale), dense, strict=True)
-        ]
-        table = Table(block_table, max_blocks, max_blocks, last_block)
-        if layers:
-            table = table._replace(layer=others[0][0], num_layers=num_layers)
-        _gather_tokens(table, seq_lens, operands, spec, config, dtype)
-
-    outputs = dense_types(spec, num_entries * spec.block_size, dtype)
-    kernel = _kernel(body, num_entries * (spec.block_size // config.tokens), out_type=outputs)
-    results = kernel(block_table.reshape(-1), seq_lens, k_scale, v_scale, pages, *layers)
-    dims = num_seqs, max_blocks * spec.block_size, spec.num_kv_heads
-    key, value = (
-        (x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(*dims, size)
-        for x, size in zip(results, spec.head_sizes, strict=True)
-    )
-    return key, value
-
-
 @with_origin
 def any_count(
     spec: AttentionSpec,
@@ -162,21 +104,25 @@ def any_count(
     dtype: DType,
     scale_sizes: tuple[int, int],
     scale_pages: RowScaleMemory = (None, None),
+    num_layers: int | None = None,
+    config: GatherConfig | None = None,
 ) -> AnyCount:
-    """The gather from caller-owned memory, given for keys and for values, or for latents and for rope keys if any.
+    """The gather from memory given for keys and for values, or for latents and for rope keys if any.
 
-    The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, and the
-    dense keys and values. Of keys or values that have a scale for each token and head, k_scale or v_scale is the memory
-    of these, `scale_pages`, as in the write. `table_stride` counts the entries from a sequence's first to that of the
-    next.
+    The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, with
+    `num_layers` the layer to read, and the dense keys and values. `scale_pages` and `num_layers` are as in the write.
+    `table_stride` counts the entries from a sequence's first to that of the next.
 
     Raises:
       UnsupportedError: no kernel decodes the dtype, or reads elements at such addresses.
+      ValueError: as `check_row_scales`.
     """
+    check_row_scales(spec, pages, scale_pages)
     if reason := why_not_elements(spec, pages):
         raise UnsupportedError(f"gather_kv: {reason}")
     codecs = codecs_of(spec)
-    config = GatherConfig.choose(spec, dtype)
+    config = config or GatherConfig.choose(spec, dtype)
+    layers = () if num_layers is None else (Argument("layer", jax.ShapeDtypeStruct((1,), jnp.int32)),)
     indices = jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)
     dense_names = "key", "value"
 
@@ -189,6 +135,8 @@ def any_count(
             )
         ]
         table = Table(arrays["block_table"], counts["max_blocks"], counts["table_stride"], counts["last_block"])
+        if num_layers is not None:
+            table = table._replace(layer=arrays["layer"][0], num_layers=num_layers)
         _gather_tokens(table, arrays["seq_lens"], operands, spec, config, dtype)
 
     return AnyCount(
@@ -200,6 +148,7 @@ def any_count(
             Argument("seq_lens", indices),
             *scale_arguments(spec, scale_sizes, scale_pages),
             *page_arguments(spec, pages),
+            *layers,
             # The body assumes that results, which are new arrays, are aligned as JAX's are.
             *(
                 Argument(name, dense)

@@ -1,7 +1,7 @@
-"""Kernels that launchers pass addresses to, and the rows and pages that these and kernels over JAX arrays access.
+"""Descriptions of the memory that kernels access, and kernels over it: over JAX arrays, or caller-owned memory.
 
-For JAX arrays, sizes and addresses are known when a kernel is compiled. For caller-owned memory only strides and
-alignments are; sizes and addresses are known at launch, so that one kernel serves every launch.
+For JAX arrays, sizes are known when a kernel is compiled. For caller-owned memory only strides and alignments are;
+sizes and addresses are known at launch, so that one kernel serves every launch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import DType, Kernel, Ref
@@ -26,6 +28,9 @@ ANY_LENGTH = 1 << 24
 """Leading dimension of references to caller-owned memory, whose size is known at launch only. Nothing depends on it."""
 
 Number = int | jax.Array
+
+Operand = jax.Array | jax.ShapeDtypeStruct
+"""A JAX array that a kernel is called with, or the type of one that it makes."""
 
 
 class Rows(NamedTuple):
@@ -46,7 +51,7 @@ class Pages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowMemory:
-    """Caller-owned keys, values or queries; the elements of a token are contiguous.
+    """Keys, values or queries; the elements of a token are contiguous.
 
     Attributes:
       dtype: float32, float16 or bfloat16.
@@ -57,6 +62,12 @@ class RowMemory:
     dtype: DType
     token_stride: int
     alignment: int
+
+    @classmethod
+    def of(cls, x: jax.Array) -> RowMemory:
+        """That of a JAX array `[num_tokens, ...]`."""
+        token_stride = math.prod(x.shape[1:])
+        return cls(x.dtype, token_stride, math.gcd(token_stride * x.dtype.itemsize, compat.BASE_ALIGNMENT))
 
     def argument(self, name: str, as_rows: Callable[[jax.Array], jax.Array]) -> Argument:
         """The rows as an argument, in the elements that `as_rows` makes of `[num_tokens, token_stride]`."""
@@ -74,7 +85,7 @@ def page_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
 
 @dataclasses.dataclass(frozen=True)
 class PageMemory:
-    """Caller-owned pages of keys or of values.
+    """Pages of keys or of values.
 
     Attributes:
       regions: offsets of rows in a page, in bytes: data and, where pages hold them, scales; or scales alone.
@@ -95,6 +106,13 @@ class PageMemory:
         return Pages(ref, self.regions, self.alignment)
 
 
+def array_memory(spec: AttentionSpec) -> tuple[PageMemory, PageMemory]:
+    """The pages of a JAX array, of keys and of values."""
+    size = spec.page_size_bytes
+    keys, values = (PageMemory(regions, size, math.gcd(size, compat.BASE_ALIGNMENT)) for regions in spec.regions)
+    return keys, values
+
+
 def why_not_elements(spec: AttentionSpec, pages: Sequence[PageMemory]) -> str | None:
     """Why no kernel reads elements of `page_dtypes` in pages: their addresses are no multiples of their size."""
     for memory, dtype in zip(pages, page_dtypes(spec), strict=False):
@@ -106,7 +124,7 @@ def why_not_elements(spec: AttentionSpec, pages: Sequence[PageMemory]) -> str | 
 
 
 class Argument(NamedTuple):
-    """An argument of a kernel over caller-owned memory.
+    """An argument of a kernel.
 
     Attributes:
       name: its name.
@@ -155,12 +173,13 @@ def with_origin[**Given](make: Callable[Given, AnyCount]) -> Callable[Given, Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnyCount:
-    """A kernel over caller-owned memory, for any number of tokens, sequences and blocks.
+    """A kernel for any number of tokens, sequences and blocks, over caller-owned memory or JAX arrays.
 
     Attributes:
       body: what a program does: called with the counts by name, with the reference of each argument by name, and with
         the shared memory that `kernel` allocates.
-      kernel: makes a Pallas kernel of a function of references; takes its `grid`, the number of programs.
+      kernel: makes a Pallas kernel of a function of references; takes its `grid`, the number of programs, and for JAX
+        arrays `out_type`, the types of those that it makes.
       counts: names of the counts, which are int32 and not negative.
       arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch are in one line of
         constant memory, and a program that waits for another line takes 0.1 us longer.
@@ -200,28 +219,74 @@ class AnyCount:
 
         def body(*refs: Ref) -> None:
             numbers = [number for ref in refs[:num_packed] for number in warpgroups.two_numbers(ref)]
-            self._run(numbers[: len(self.counts)], refs[num_packed:])
+            first_shared = num_packed + len(self.arguments)
+            self._run(numbers[: len(self.counts)], refs[num_packed:first_shared], refs[first_shared:])
 
-        return self._call(self.kernel(body), arrays)
-
-    def with_counts(self, counts: Sequence[int], amount: int, *arrays: jax.Array) -> list[jax.Array]:
-        """Runs the kernel on JAX arrays, as the tests do in interpret mode; `amount` is that of `num_programs`."""
-
-        def body(*refs: Ref) -> None:
-            self._run(counts, refs)
-
-        return self._call(self.kernel(body, grid=self.num_programs(amount)), arrays)
-
-    def _call(self, kernel: Kernel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        first = len(arrays) - len(self.arguments)
-        refs = {first + i: jax.new_ref(arrays[first + i]) for i in self.written}
-        kernel(*(refs.get(i, array) for i, array in enumerate(arrays)))
+        refs = {num_packed + i: jax.new_ref(arrays[num_packed + i]) for i in self.written}
+        self.kernel(body)(*(refs.get(i, array) for i, array in enumerate(arrays)))
         return [jax.freeze(ref) for ref in refs.values()]
 
-    def _run(self, counts: Sequence[Number], refs: Sequence[Ref]) -> None:
+    def with_counts(self, counts: Sequence[int], amount: int, *arrays: Operand) -> list[jax.Array]:
+        """Runs the kernel on JAX arrays, compiled for their sizes and for these counts.
+
+        Args:
+          counts: known when the kernel is traced, so that branches on them are decided then.
+          amount: that of `num_programs`.
+          arrays: one for each argument, of any shape and dtype whose bytes are the argument's in the same order. A
+            `jax.ShapeDtypeStruct` is a new array. An array that is given for several arguments of one type is one
+            memory.
+
+        Returns:
+          The written arrays in the order of `writes`, each in the shape and dtype in which it was given; in place where
+          it is donated.
+        """
+        types = [((-1, *argument.array.shape[1:]), argument.array.dtype) for argument in self.arguments]
+        first: dict[tuple[int, tuple[int, ...], DType], int] = {}
+        memory = []  # of each argument, the first one with the same memory
+        given: dict[int, jax.Array] = {}
+        new: dict[int, jax.ShapeDtypeStruct] = {}
+        for i, (x, (shape, dtype)) in enumerate(zip(arrays, types, strict=True)):
+            if isinstance(x, jax.ShapeDtypeStruct):
+                memory.append(i)
+                new[i] = jax.eval_shape(functools.partial(_bytes_as, shape=shape, dtype=dtype), x)
+                continue
+            memory.append(first.setdefault((id(x), shape, dtype), i))
+            if memory[i] == i:
+                given[i] = _bytes_as(x, shape, dtype)
+        in_place = {memory[i] for i in self.written} - new.keys()
+        if in_place:
+            # XLA on GPUs may fuse slices of stacked arrays with a kernel before or after them, and then forgets that
+            # the kernel writes in place: bytes that it leaves unchanged would be lost. Nothing is fused across a
+            # barrier.
+            given = {i: lax.optimization_barrier(x) for i, x in given.items()}
+        refs = {i: jax.new_ref(given[i]) for i in in_place}
+
+        def body(*refs: Ref) -> None:
+            known = dict(zip((*given, *new), refs, strict=False))
+            self._run(counts, [known[i] for i in memory], refs[len(known) :])
+
+        kernel = self.kernel(body, grid=self.num_programs(amount), out_type=tuple(new.values()))
+        written = dict(zip(new, kernel(*(refs.get(i, x) for i, x in given.items())) or (), strict=True))
+        written |= {i: lax.optimization_barrier(jax.freeze(ref)) for i, ref in refs.items()}
+        return [_bytes_as(written[memory[i]], arrays[i].shape, arrays[i].dtype) for i in self.written]
+
+    def of_arrays(self, counts: Sequence[int], amount: int, arrays: Mapping[str, Operand]) -> dict[str, jax.Array]:
+        """`with_counts` of arrays by name, among which may be others; returns the written ones by name."""
+        written = self.with_counts(counts, amount, *(arrays[argument.name] for argument in self.arguments))
+        return dict(zip(self.writes, written, strict=True))
+
+    def _run(self, counts: Sequence[Number], refs: Sequence[Ref], shared: Sequence[Ref]) -> None:
         names = [argument.name for argument in self.arguments]
-        arrays, scratch = refs[: len(names)], refs[len(names) :]
-        self.body(dict(zip(self.counts, counts, strict=True)), dict(zip(names, arrays, strict=True)), scratch)
+        self.body(dict(zip(self.counts, counts, strict=True)), dict(zip(names, refs, strict=True)), shared)
+
+
+def _bytes_as(x: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
+    """An array of the bytes of `x`, in the same order; -1 in `shape` is what the others leave."""
+    if x.dtype == dtype:
+        return x.reshape(shape)
+    if dtype.itemsize > x.dtype.itemsize:
+        x = x.reshape(*shape, dtype.itemsize // x.dtype.itemsize)
+    return lax.bitcast_convert_type(x, dtype).reshape(shape)
 
 
 PAGES = ("key_cache", "value_cache")
@@ -243,27 +308,29 @@ def scale_argument(name: str, size: int) -> Argument:
 
 
 type RowScaleMemory = tuple[PageMemory | None, PageMemory | None]
-"""Of keys and of values, the memory of the scales of each token and head; None where they have none."""
+"""Of keys and of values, the memory of the scales of each token and head; None where they have none, or where these are
+the second region of their pages."""
+
+
+def check_row_scales(spec: AttentionSpec, pages: Sequence[PageMemory], memory: RowScaleMemory) -> None:
+    """Checks the memory of scales of each token and head.
+
+    Raises:
+      ValueError: `memory` is missing for keys or values with such scales that are not in `pages`, or given for others.
+    """
+    for part, data, scales in zip(spec.parts, pages, memory, strict=False):
+        if (part.info.has_row_scales and len(data.regions) == 1) != (scales is not None):
+            raise ValueError(f"{memory=} does not fit {spec.dtype}")
 
 
 def row_scale_arguments(spec: AttentionSpec, memory: RowScaleMemory) -> list[Argument]:
-    """The arguments for scales of each token and head, of those of keys and values that have them.
-
-    Raises:
-      ValueError: `memory` is missing for keys or values with a scale for each token and head, or given for others.
-    """
-    if [part.info.has_row_scales for part in spec.parts] != [each is not None for each in memory]:
-        raise ValueError(f"{memory=} does not fit {spec.dtype}")
+    """The arguments for scales of each token and head in memory of their own."""
     named = zip(SCALES, memory, strict=True)
     return [each.argument(name, spec.array_dtype) for name, each in named if each is not None]
 
 
 def scale_arguments(spec: AttentionSpec, sizes: Sequence[int], memory: RowScaleMemory) -> list[Argument]:
-    """The arguments for scales of keys and of values: the layer's, of `sizes` elements, or those in `memory`.
-
-    Raises:
-      ValueError: as `row_scale_arguments`.
-    """
+    """The arguments for scales of keys and of values: the layer's, of `sizes` elements, or those in `memory`."""
     of_rows = {argument.name: argument for argument in row_scale_arguments(spec, memory)}
     return [of_rows.get(name) or scale_argument(name, size) for name, size in zip(SCALES, sizes, strict=True)]
 

@@ -12,7 +12,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
-from kvjax.cache_views import flat_pages
 from kvjax.kernels import attention as kernel
 from kvjax.kernels import mla
 from kvjax.kernels.target import Target
@@ -282,7 +281,7 @@ def attention_mosaic(
     if not query.size or not read.block_table.size:  # nothing to launch, or no pages to read
         return _attention_xla(cache, query, *arrays, softmax=softmax)
     decode = mla.decode if cache.spec.is_mla else kernel.decode
-    return decode(query, flat_pages(cache), read, cache.spec, softmax, num_layers=cache.num_layers or 1)
+    return decode(query, cache.kv, read, cache.spec, softmax, num_layers=cache.num_layers or 1)
 
 
 def attended(cache: KVCache, query: jax.Array, *_: Any, **__: Any) -> Any:

@@ -10,10 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.cache import KVCache, local_view
-from kvjax.cache_views import as_one_layer, flat_pages, pages_of
+from kvjax.cache_views import as_one_layer, pages_of
 from kvjax.errors import KVCacheTypeError, shown
 from kvjax.kernels import gather as kernel
 from kvjax.kernels.codecs import why_not_pages
+from kvjax.kernels.launchable import PAGES, array_memory
 from kvjax.kernels.prompts import fp8
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -28,7 +29,7 @@ from kvjax.ops.arguments import (
     check_devices,
     check_keys_and_values,
 )
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
 from kvjax.ops.value_checks import check_sequences, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
@@ -216,27 +217,20 @@ def _dense(cache: KVCache, block_table: jax.Array, *_: Any, dtype: np.dtype[Any]
 
 
 def gather_mosaic(
-    cache: KVCache,
-    block_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: jax.Array | None,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    *,
-    dtype: np.dtype[Any],
+    cache: KVCache, *sequences: Any, dtype: np.dtype[Any], config: kernel.GatherConfig | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers with the kernel; returns what `gather_xla` does."""
-    spec = cache.spec
+    """Gathers with the kernel, launched as `config` says, if given; takes and returns what `gather_xla` does."""
+    spec, (block_table, seq_lens, layer, k_scale, v_scale) = cache.spec, sequences
     keys, values = _dense(cache, block_table, dtype=dtype)
     if not keys.shape[0] * keys.shape[1]:
         return jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype)
-    pages = flat_pages(cache)
-    if not spec.dtype.is_quantized:
-        pages = from_array_dtype(pages, spec.storage_dtype)
-    scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
-    arrays = kernel.GatherArrays(block_table, seq_lens, *scales, layer)
-    config = kernel.GatherConfig.choose(spec, dtype)
-    return kernel.gather(pages, arrays, spec, dtype, config, cache.num_layers or 1)
+    sizes, num_layers = (k_scale.size, v_scale.size), None if layer is None else cache.num_layers
+    gather = kernel.any_count(spec, array_memory(spec), dtype, sizes, num_layers=num_layers, config=config)
+    arrays = {"block_table": block_table, "seq_lens": seq_lens, "layer": layer, "k_scale": k_scale, "v_scale": v_scale}
+    arrays |= {**dict.fromkeys(PAGES, cache.kv), "key": keys, "value": values}
+    counts = block_table.shape[1], block_table.shape[1], cache.num_blocks - 1
+    dense = gather.of_arrays(counts, block_table.size, arrays)
+    return dense["key"], dense["value"]
 
 
 def own_sequences(

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from kvjax import quant
 from kvjax.cache import KVCache, local_view
 from kvjax.errors import KVCacheValueError
-from kvjax.kernels.write import Rotated, Rotation
+from kvjax.kernels.write import Rotated
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -168,8 +168,7 @@ def rope_mosaic(cache: KVCache, *arrays: Any, is_neox: bool, unique_slots: bool)
     if not key.size or not query.size or key.dtype.itemsize != 2 or key.shape[2] % 2:
         query, key = _rotated(key, *turned, is_neox=is_neox)
         return query, write_mosaic(cache, *_with_keys(cache, tokens, key), unique_slots=unique_slots)
-    rotation = Rotation(key.dtype, key.shape[2], table.shape[1], is_neox, table.dtype.itemsize)
-    rotated = Rotated(query, positions, table, rotation)
+    rotated = Rotated(query, positions, table, is_neox)
     query, kv = write_mosaic(cache, *tokens, unique_slots=unique_slots, rotated=rotated)
     return query, kv
 

@@ -14,9 +14,10 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
-from kvjax.cache_views import as_one_layer, flat_pages, pages_of, with_array
+from kvjax.cache_views import as_one_layer, pages_of, with_array
 from kvjax.kernels import write as kernel
 from kvjax.kernels.codecs import why_not_pages
+from kvjax.kernels.launchable import PAGES, RowMemory, array_memory
 from kvjax.kernels.target import Target
 from kvjax.ops import select
 from kvjax.ops.arguments import (
@@ -34,7 +35,6 @@ from kvjax.ops.rows import (
     KEYS,
     VALUES,
     encode_rows,
-    from_array_dtype,
     last_of_each_slot,
     scatter_rows,
 )
@@ -158,28 +158,41 @@ def write_xla(cache: KVCache, *tokens: jax.Array | None, unique_slots: bool) -> 
 
 
 def write_mosaic(
-    cache: KVCache, *tokens: jax.Array | None, unique_slots: bool, rotated: kernel.Rotated | None = None
+    cache: KVCache,
+    *tokens: jax.Array | None,
+    unique_slots: bool,
+    rotated: kernel.Rotated | None = None,
+    config: kernel.WriteConfig | None = None,
 ) -> Any:
-    """Writes with the kernel; returns the pages, or with `rotated` the rotated queries and the pages."""
-    key, value, slot_mapping, layer, k_scale, v_scale = WriteTokens(*tokens)
+    """Writes with the kernel, launched as `config` says, by default as is best for the number of tokens.
+
+    Returns the pages, or with `rotated` the rotated queries and the pages.
+    """
+    given = WriteTokens(*tokens)
+    key, value, slot_mapping, layer, k_scale, v_scale = given
     if not key.size:
         return cache.kv
-    if key.shape[0] >= kernel.SEARCHED and not unique_slots:
-        slot_mapping = last_of_each_slot(slot_mapping, cache.num_slots)
-    spec = cache.spec
-    config = kernel.WriteConfig.choose(spec, key.shape[0], rotates=rotated is not None)
-    scales = k_scale.reshape(k_scale.size), v_scale.reshape(v_scale.size)
-    pages = flat_pages(cache)
-    if not spec.dtype.is_quantized:
-        pages = from_array_dtype(pages, spec.storage_dtype)
-    arrays = kernel.WriteArrays(key, value, slot_mapping, *scales, layer)
-    num_layers = cache.num_layers or 1
-    written = kernel.write(
-        pages, arrays, spec, config, unique_slots=unique_slots, num_layers=num_layers, rotated=rotated
+    spec, num_tokens = cache.spec, key.shape[0]
+    if num_tokens >= kernel.SEARCHED and not unique_slots:
+        unique_slots, given = True, given._replace(slot_mapping=last_of_each_slot(slot_mapping, cache.num_slots))
+    kind = kernel.WriteKind(
+        spec,
+        tuple(RowMemory.of(x) for x in (key, value) if x.size),
+        array_memory(spec),
+        slot_mapping.dtype,
+        (k_scale.size, v_scale.size),
+        unique_slots=unique_slots,
+        rotated=None if rotated is None else rotated.memory,
+        num_layers=None if layer is None else cache.num_layers,
+        config=config or kernel.WriteConfig.choose(spec, num_tokens, rotates=rotated is not None),
     )
-    query, written = (None, written) if rotated is None else written
-    kv = lax.bitcast_convert_type(written, spec.array_dtype).reshape(cache.kv.shape)
-    return kv if rotated is None else (query, kv)
+    write, counts = kernel.any_count(kind), [num_tokens, min(cache.num_slots, 1 << 31) - 1]
+    arrays = given._asdict() | dict.fromkeys(PAGES, cache.kv)
+    if rotated is not None:
+        counts.append(rotated.table.shape[0] - 1)
+        arrays |= rotated.arrays
+    results = write.of_arrays(counts, num_tokens, arrays)
+    return results[PAGES[0]] if rotated is None else (results["rotated_query"], results[PAGES[0]])
 
 
 def written(cache: KVCache, *_: Any, **__: Any) -> Any:

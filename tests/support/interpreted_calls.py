@@ -18,12 +18,11 @@ def run_interpreted(call: running.Call) -> None:
     """Runs a kernel on copies of its tensors' memory, and puts what it changed back."""
     before, given = [], []
     for tensor, argument in zip(call.tensors, call.kernel.arguments, strict=True):
-        row = argument.array.shape[1:]
-        row_bytes = argument.array.dtype.itemsize * math.prod(row)
+        row_bytes = argument.array.dtype.itemsize * math.prod(argument.array.shape[1:])
         memory = np.full(-(-len(memory_of(tensor)) // row_bytes) * row_bytes, 0xFF, np.uint8)
         memory[: len(memory_of(tensor))] = memory_of(tensor)
         before.append(memory)
-        given.append(jnp.asarray(memory.view(argument.array.dtype).reshape(-1, *row)))
+        given.append(jnp.asarray(memory))
     with interpret_mode():
         results = jax.block_until_ready(call.kernel.with_counts(call.counts, call.amount, *given))
     for i, result in zip(call.kernel.written, results, strict=True):

@@ -14,8 +14,7 @@ Modules:
 - `segments`: the epilogue, which stores results and partial results.
 - `merge`: the second kernel.
 - `launch`: both kernels: their grids, workspace and shared memory.
-- `arrays`: both kernels over the pages of a JAX array.
-- `any_batch`: both kernels over caller-owned memory.
+- `any_batch`: both kernels for any number of sequences; `arrays`: over the pages of a JAX array.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Attention over caller-owned memory: the kernels of a call, for any number of sequences and blocks."""
+"""The kernels of a call, for any number of sequences and blocks, over caller-owned memory or JAX arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +15,25 @@ import numpy as np
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.choice import choose, restricting
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, Problem, Refs, Softmax
+from kvjax.kernels.attention.problem import (
+    MERGE_OF_MANY,
+    DecodeConfig,
+    Division,
+    Problem,
+    ReadArrays,
+    Refs,
+    Softmax,
+)
 from kvjax.kernels.launchable import (
     ANY_LENGTH,
     PAGES,
     AnyCount,
     Argument,
     Number,
+    Operand,
     PageMemory,
     RowScaleMemory,
+    check_row_scales,
     row_scale_arguments,
     scale_arguments,
     with_origin,
@@ -29,10 +41,13 @@ from kvjax.kernels.launchable import (
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
+Launch = Any
+"""How both kernels are launched: a `Division` with the fields that the decode kernel reads."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AnyBatch:
-    """Attention over caller-owned memory, for any number of sequences and blocks.
+    """Attention, for any number of sequences and blocks.
 
     Attributes:
       problem: the description of a call; its counts are 0, because they are known at launch.
@@ -42,27 +57,65 @@ class AnyBatch:
     problem: Problem
     target: Target
 
-    def of(self, num_seqs: int, max_blocks: int) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
+    def config(self, num_seqs: int, max_blocks: int) -> Launch:
+        """How the kernels are launched for sizes of the block table; 0 blocks where these are known at launch only."""
+        return choose(dataclasses.replace(self.problem, num_seqs=num_seqs, max_blocks=max_blocks), self.target)
+
+    def decode(self, config: Launch) -> AnyCount:
+        """The decode kernel."""
+        return _decode_of_any_count(self.problem, config)
+
+    def of(
+        self, num_seqs: int, max_blocks: int, config: Launch | None = None
+    ) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:
         """The decode kernel and the merge for a number of sequences, and the workspace that they share.
 
         `max_blocks`, the entries of the block table for each sequence, determines the size of the workspace only.
 
         The arguments of the decode kernel are seq_lens, block_table (int32), query, the keys' and the values' pages,
-        k_scale and v_scale (the layer's, or those pages that `scale_pages` describes), sinks if there are any, and the
-        results: out, lse and the workspace. Its `num_blocks` is that of the cache. The arguments of the merge are
-        seq_lens, sinks if there are any, the workspace, out and lse; its amount is the number of sequences.
+        k_scale and v_scale (the layer's, or those pages that `scale_pages` describes), sinks, the layer and the tree if
+        there are any, and the results: out, lse and the workspace. Its `num_blocks` is that of the cache. The arguments
+        of the merge are seq_lens, sinks if there are any, the workspace, out and lse; its amount is the number of
+        sequences.
         """
-        problem = dataclasses.replace(self.problem, num_seqs=num_seqs)
-        config = choose(problem, self.target)
+        config = config or self.config(num_seqs, 0)
         # The decode kernel does not depend on how the merge is launched.
-        decode = _decode_of_any_count(self.problem, dataclasses.replace(config, merge=MERGE_OF_MANY))
-        sized = dataclasses.replace(problem, max_blocks=max_blocks)
+        decode = self.decode(dataclasses.replace(config, merge=MERGE_OF_MANY))
+        sized = dataclasses.replace(self.problem, num_seqs=num_seqs, max_blocks=max_blocks)
         return decode, merge_of_any_count(self.problem, config), workspace(sized, config)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
+def attend(
+    batch: AnyBatch, config: Launch, query: jax.Array, pages: jax.Array, read: ReadArrays
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the pages of a JAX array.
+
+    Args:
+      batch: what the kernels are compiled for.
+      config: how they are launched.
+      query: `[num_seqs, q_len, num_heads, head_size]`, as the decode kernel takes it.
+      pages: `[num_blocks, ...]`, the array of a cache.
+      read: the other arrays.
+
+    Returns:
+      The output `[num_seqs, q_len, num_heads, head_size_v]` and the float32 log-sum-exp `[num_seqs, q_len, num_heads]`.
+    """
+    (num_seqs, max_blocks), problem, rows = read.block_table.shape, batch.problem, query.shape[:-1]
+    decode, merge, workspace = batch.of(num_seqs, max_blocks, config)
+    arrays = dict[str, Operand](read._asdict(), table=read.block_table, query=query, **dict.fromkeys(PAGES, pages))
+    arrays |= zip(WORKSPACE, workspace, strict=True)
+    arrays["out"] = jax.ShapeDtypeStruct((*rows, problem.spec.head_size_v), problem.query_dtype)
+    arrays["lse"] = jax.ShapeDtypeStruct(rows, jnp.float32)
+    strides = math.prod(query.shape[1:]), math.prod(query.shape[2:])
+    arrays |= decode.of_arrays((num_seqs, max_blocks, pages.shape[0], max_blocks, *strides), num_seqs, arrays)
+    merged = merge.of_arrays((max_blocks,), num_seqs, arrays)
+    return merged["out"], merged["lse"]
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchKind:
-    """What the attention of one of `passes` over caller-owned memory is compiled for.
+    """What the attention of one of `passes` is compiled for.
 
     Attributes:
       spec: the cache's.
@@ -75,7 +128,10 @@ class BatchKind:
       has_sinks: whether heads have sinks.
       one_memory: whether values are in the pages of keys, and so are the positions of their rows. The kernel then does
         not read its argument for values.
-      scale_pages: of keys and of values that have a scale for each token and head, the memory of these.
+      scale_pages: of keys and of values that have a scale for each token and head, the memory of these; None for
+        scales beside the data.
+      num_layers: layers whose pages lie next to each other in a block, one of which a call selects; None for one.
+      tree: as in `Problem`.
     """
 
     spec: AttentionSpec
@@ -88,6 +144,8 @@ class BatchKind:
     has_sinks: bool = False
     one_memory: bool = False
     scale_pages: RowScaleMemory = (None, None)
+    num_layers: int | None = None
+    tree: int | None = None
 
 
 def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
@@ -96,7 +154,12 @@ def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
 
 
 def problem_of(kind: BatchKind, target: Target) -> Problem:
-    """The description of a call of a kind, with counts of 0."""
+    """The description of a call of a kind, with counts of 0.
+
+    Raises:
+      ValueError: as `check_row_scales`.
+    """
+    check_row_scales(kind.spec, kind.pages, kind.scale_pages)
     softmax = kind.softmax
     return Problem(
         spec=kind.spec,
@@ -109,8 +172,8 @@ def problem_of(kind: BatchKind, target: Target) -> Problem:
         table_stride=0,
         query_strides=(0, 0),
         num_blocks=0,
-        num_layers=1,
-        has_layer=False,
+        num_layers=kind.num_layers or 1,
+        has_layer=kind.num_layers is not None,
         sm_scale=softmax.sm_scale,
         window=restricting(softmax.window, kind.q_len),
         logits_soft_cap=softmax.logits_soft_cap,
@@ -120,10 +183,25 @@ def problem_of(kind: BatchKind, target: Target) -> Problem:
         batch_invariant=softmax.batch_invariant,
         converts_e2m1=target.converts_e2m1,
         scale_memory=kind.scale_pages,
+        tree=kind.tree,
     )
 
 
 COUNTS = ("num_seqs", "max_blocks", "num_blocks", "table_stride", "query_stride_of_sequence", "query_stride_of_token")
+
+
+def with_counts(problem: Problem, counts: Mapping[str, Number]) -> Problem:
+    """A problem with the counts of a call, those of `COUNTS`."""
+    num_seqs, max_blocks, num_blocks, table_stride, *query_strides = (counts[name] for name in COUNTS)
+    return dataclasses.replace(
+        problem,
+        num_seqs=num_seqs,
+        max_blocks=max_blocks,
+        num_blocks=num_blocks,
+        table_stride=table_stride,
+        query_strides=(query_strides[0], query_strides[1]),
+    )
+
 
 WORKSPACE = {"partial": jnp.float32, "partial_lse": jnp.float32, "spans": jnp.int32}
 """Names and dtypes of the workspace."""
@@ -141,27 +219,22 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
         *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
         *([vector("sinks", jnp.float32)] if problem.has_sinks else []),
+        *([vector("layer", jnp.int32)] if problem.has_layer else []),
+        *([vector("tree", jnp.uint32)] if problem.tree else []),
         *(vector(name, dtype) for name, dtype in results.items()),
     )
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
-        known = dataclasses.replace(
-            problem,
-            num_seqs=counts["num_seqs"],
-            max_blocks=counts["max_blocks"],
-            num_blocks=counts["num_blocks"],
-            table_stride=counts["table_stride"],
-            query_strides=(counts["query_stride_of_sequence"], counts["query_stride_of_token"]),
-        )
         refs = dict(arrays)
         keys, values = (refs.pop(name) for name in PAGES)
         pages: tuple[Ref, ...] = (keys, keys if problem.one_memory else values)
         pages += tuple(refs[argument.name] for argument in row_scale_arguments(spec, problem.scale_memory))
-        run_decode(known, config, Refs(pages=pages, **refs), *scratch)
+        run_decode(with_counts(problem, counts), config, Refs(pages=pages, **refs), *scratch)
 
     return AnyCount(
         body,
-        lambda body, **_: decode_kernel(body, problem, config),  # the grid does not depend on the counts
+        # The grid does not depend on the counts.
+        lambda body, out_type=(), **_: decode_kernel(body, problem, config, out_type),
         COUNTS,
         arguments,
         writes=tuple(results),
@@ -186,7 +259,7 @@ def merge_of_any_count(problem: Problem, config: Division) -> AnyCount:
 
     return AnyCount(
         body,
-        lambda body, grid=ANY_LENGTH: merge_kernel(body, problem, config, grid),
+        lambda body, grid=ANY_LENGTH, **_: merge_kernel(body, problem, config, grid),
         ("max_blocks",),
         arguments,
         writes=tuple(results),

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from kvjax.kernels.aliases import Ref
-from kvjax.kernels.attention.choice import array_memory, choose, passes, restricting
-from kvjax.kernels.attention.launch import decode_kernel, merge_kernel, run_decode, run_merge, workspace
-from kvjax.kernels.attention.problem import (
-    DecodeConfig,
-    Problem,
-    ReadArrays,
-    Refs,
-    Softmax,
-)
+from kvjax.kernels.attention.any_batch import BatchKind, any_batch, attend
+from kvjax.kernels.attention.choice import passes
+from kvjax.kernels.attention.problem import DecodeConfig, ReadArrays, Softmax
+from kvjax.kernels.launchable import array_memory
 from kvjax.kernels.target import current
 from kvjax.spec import AttentionSpec
 
@@ -36,11 +27,11 @@ def decode(
 
     Args:
       query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
-      pages: `[num_blocks * num_layers, page_elements]`, the pages of a block side by side.
+      pages: `[num_blocks, ...]`, the array of a cache.
       read: the other arrays.
       spec: the cache's.
       softmax: the options.
-      num_layers: pages of a block.
+      num_layers: pages of a block, of which `read.layer` selects one.
       config: how the kernel is launched, by default `choose`'s.
 
     Returns:
@@ -70,78 +61,18 @@ def decode(
             lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
         shape = num_seqs, q_len, num_heads
         return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
-    target = current()
-    problem = Problem(
-        spec=spec,
-        memory=array_memory(spec),
-        query_dtype=query.dtype,
-        q_len=q_len,
-        num_heads=num_heads,
-        num_seqs=num_seqs,
-        max_blocks=block_table.shape[1],
-        table_stride=block_table.shape[1],
-        query_strides=(q_len * num_heads * head_size, num_heads * head_size),
-        num_blocks=pages.shape[0] // num_layers,
-        num_layers=num_layers,
-        has_layer=layer is not None,
-        sm_scale=softmax.sm_scale,
-        window=restricting(softmax.window, q_len),
-        logits_soft_cap=softmax.logits_soft_cap,
-        scale_sizes=(k_scale.size, v_scale.size),
-        one_memory=True,
+    kind = BatchKind(
+        spec,
+        array_memory(spec),
+        query.dtype,
+        num_heads,
+        q_len,
+        (k_scale.size, v_scale.size),
+        softmax,
         has_sinks=sinks is not None,
-        batch_invariant=softmax.batch_invariant,
-        converts_e2m1=target.converts_e2m1,
+        one_memory=True,
+        num_layers=None if layer is None else num_layers,
         tree=None if tree is None else softmax.tree_tokens or q_len,
     )
-    # Placeholders for an absent layer, absent sinks and no tree, which the kernel does not read.
-    number, sinks = seq_lens if layer is None else layer.reshape(1), k_scale.reshape(-1) if sinks is None else sinks
-    tree = lax.bitcast_convert_type(seq_lens, jnp.uint32) if tree is None else tree
-    return _attend(
-        problem,
-        config or choose(problem, target),
-        query,
-        pages,
-        block_table,
-        seq_lens,
-        number,
-        k_scale,
-        v_scale,
-        sinks,
-        tree,
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
-def _attend(
-    problem: Problem, config: DecodeConfig, query: jax.Array, *arrays: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    spec = problem.spec
-    rows = problem.num_seqs * problem.q_len * problem.num_heads
-    out_types = (
-        jax.ShapeDtypeStruct((rows * spec.head_size_v,), query.dtype),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-        *workspace(problem, config),
-    )
-    pages, block_table, seq_lens, layer, k_scale, v_scale, sinks, tree = arrays
-
-    def decode_body(*refs: Ref) -> None:
-        query, pages, *others, buffer, barriers = refs
-        run_decode(problem, config, Refs(query, (pages, pages), *others), buffer, barriers)
-
-    kernel = decode_kernel(decode_body, problem, config, out_types)
-    out, lse, partial, partial_lse, spans = kernel(
-        query.reshape(-1), pages, block_table.reshape(-1), seq_lens, layer, k_scale.reshape(-1), v_scale.reshape(-1),
-        sinks, tree.reshape(-1),
-    )  # fmt: skip
-    out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-
-    def merge_body(*refs: Ref) -> None:
-        seq_lens, sinks, partial, partial_lse, spans, out, lse, *shared = refs
-        known = {"partial": partial, "partial_lse": partial_lse, "spans": spans, "out": out, "lse": lse}
-        run_merge(problem, config, Refs(seq_lens=seq_lens, sinks=sinks, **known), shared)
-
-    merge = merge_kernel(merge_body, problem, config, seq_lens.shape[0])
-    merge(seq_lens, sinks, partial, partial_lse, spans, out_ref, lse_ref)
-    shape = problem.num_seqs, problem.q_len, problem.num_heads
-    return jax.freeze(out_ref).reshape(*shape, spec.head_size_v), jax.freeze(lse_ref).reshape(shape)
+    batch = any_batch(kind, current())
+    return attend(batch, config or batch.config(*block_table.shape), query, pages, read)

@@ -16,13 +16,14 @@ from kvjax.kernels.attention.problem import (
     COLUMNS,
     MERGE_OF_MANY,
     DecodeConfig,
+    Division,
     MergeConfig,
     Problem,
 )
 from kvjax.kernels.attention.schedule import MIN_STAGES, Sequences
 from kvjax.kernels.attention.segments import state_registers
 from kvjax.kernels.attention.stages import TILE, StageLayout
-from kvjax.kernels.launchable import Number, PageMemory
+from kvjax.kernels.launchable import Number, PageMemory, array_memory
 from kvjax.kernels.registers import LANES, WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -243,18 +244,12 @@ def merge_config(problem: Problem) -> MergeConfig:
     return merge._replace(warps=min(merge.warps, WARPS)) if compat.interpreting() else merge
 
 
-def array_memory(spec: AttentionSpec) -> tuple[PageMemory, PageMemory]:
-    """The pages of a JAX array."""
-    keys, values = (PageMemory(regions, spec.page_size_bytes, compat.BASE_ALIGNMENT) for regions in spec.regions)
-    return keys, values
-
-
 def restricting(window: int | None, q_len: int) -> int | None:
     """A window, or None for one that no sequence exceeds, so that sums with it stay within int32."""
     return None if window is not None and window > np.iinfo(np.int32).max - q_len else window
 
 
-def num_parts(problem: Problem, config: DecodeConfig) -> int:
+def num_parts(problem: Problem, config: Division) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = 2 * config.blocks
     if config.part is not None:

@@ -24,12 +24,13 @@ from kvjax.kernels.attention.problem import (
 from kvjax.kernels.registers import LANES, WARPS
 
 
-def workspace(problem: Problem, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+def workspace(problem: Problem, config: Division) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The workspace of a call, which the merge reads: `partial`, `partial_lse` and `spans`."""
     parts = num_parts(problem, config)
     if parts * problem.spec.head_size_v > np.iinfo(np.int32).max:  # for launchers, which do not ask `why_not`
         raise UnsupportedError(
-            f"paged_attention: the kernel cannot serve this call: {too_many_parts(problem.num_seqs)}"
+            f"{'mla_' if problem.spec.is_mla else ''}paged_attention: the kernel cannot serve this call:"
+            f" {too_many_parts(problem.num_seqs)}"
         )
     return (
         jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),

@@ -10,8 +10,8 @@ Modules:
 - `tiles`: rows of queries and of tokens in shared memory, and the copies that bring them there.
 - `packed`: the bytes of fp8 latents, and their decoding to a tile.
 - `decode`: the loop over tiles of tokens, and the epilogue.
-- `arrays`: both kernels over the pages of a JAX array.
-- `any_batch`: both over caller-owned memory, for launchers.
+- `launch`: both kernels: their grids and shared memory.
+- `any_batch`: both for any number of sequences; `arrays`: over the pages of a JAX array.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ import numpy as np
 
 from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import ABSENT
 from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts
-from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, Division, MergeConfig, Problem
-from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES, Sequences
+from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem
+from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
 from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
@@ -175,11 +174,3 @@ def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfi
 
 _RESERVED_BYTES = 1024
 """Bytes of shared memory that are left for alignment."""
-
-
-def num_parts(problem: Problem, config: Division) -> int:
-    """Query rows of all parts that the workspace holds."""
-    parts = 2 * config.blocks
-    if config.part is not None:
-        parts = int(problem.num_seqs) * int(Sequences(problem, config.rows, ABSENT).max_parts(config.part))
-    return parts * problem.q_len * problem.num_heads

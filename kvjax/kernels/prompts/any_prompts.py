@@ -32,6 +32,7 @@ from kvjax.kernels.launchable import (
     PageMemory,
     RowMemory,
     RowScaleMemory,
+    check_row_scales,
     page_arguments,
     row_scale_arguments,
     row_scales_of,
@@ -74,6 +75,7 @@ def any_gather(
     tiles' tokens.
     """
     codecs_of(spec)
+    check_row_scales(spec, pages, scale_pages)
     dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
 

@@ -16,14 +16,11 @@ How rows are encoded is `kvjax.kernels.codecs`. Modules:
 - `transfer`: from registers, or from shared memory, into pages.
 - `rotation`, `rotation_step`: rotary position embedding before the write.
 - `program`: what one program does.
-- `arrays`: the entry point for JAX arrays.
-- `any_count`: the entry point for caller-owned memory, whose sizes and addresses are known at launch.
+- `any_count`: the entry point, for JAX arrays and for caller-owned memory.
 """
 
 from kvjax.kernels.write.any_count import WriteKind as WriteKind
 from kvjax.kernels.write.any_count import any_count as any_count
-from kvjax.kernels.write.arrays import WriteArrays as WriteArrays
-from kvjax.kernels.write.arrays import write as write
 from kvjax.kernels.write.launch import why_no_staging as why_no_staging
 from kvjax.kernels.write.launch_config import SEARCHED as SEARCHED
 from kvjax.kernels.write.launch_config import WriteConfig as WriteConfig

@@ -1,4 +1,4 @@
-"""The write into caller-owned memory."""
+"""The write, into caller-owned memory or JAX arrays."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from kvjax.kernels.launchable import (
     RowMemory,
     Rows,
     RowScaleMemory,
+    check_row_scales,
     row_scale_arguments,
     scale_arguments,
     scales_of,
@@ -34,7 +35,7 @@ from kvjax.kernels.launchable import (
 from kvjax.kernels.target import Target
 from kvjax.kernels.write import launch_config, program
 from kvjax.kernels.write.launch import why_no_staging, write_kernel
-from kvjax.kernels.write.launch_config import Rung
+from kvjax.kernels.write.launch_config import Rung, WriteConfig
 from kvjax.kernels.write.rotation_step import RotatedMemory, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
@@ -43,7 +44,7 @@ from kvjax.spec import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class WriteKind:
-    """What a write into caller-owned memory is compiled for.
+    """What a write is compiled for.
 
     Attributes:
       spec: the cache's.
@@ -51,10 +52,14 @@ class WriteKind:
       pages: memory of their pages, likewise.
       slot_dtype: int32 or int64.
       scale_sizes: elements of k_scale and v_scale, 1 or `num_kv_heads`.
-      unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be.
+      unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be; where `config` is given, this
+        has to say so.
       scale_pages: of keys and of values that have a scale for each token and head, the memory these are written to, as
-        its only region. It is passed instead of k_scale or v_scale.
+        its only region. It is passed instead of k_scale or v_scale. None for scales beside the data.
       rotated: memory of queries and positions, to rotate keys and queries first.
+      num_layers: layers whose pages lie next to each other in a block; None for one. The kernel then reads which to
+        write, so that pages are not sliced and one kernel serves all layers. A layer out of range writes nothing.
+      config: the only configuration, for a known number of tokens; None for any number.
     """
 
     spec: AttentionSpec
@@ -65,6 +70,8 @@ class WriteKind:
     unique_slots: bool = False
     scale_pages: RowScaleMemory = (None, None)
     rotated: RotatedMemory | None = None
+    num_layers: int | None = None
+    config: WriteConfig | None = None
 
 
 @with_origin
@@ -72,19 +79,27 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
     """The write of a kind, for any number of tokens and blocks; `target` is the GPU, where it is known.
 
     Returns:
-      A kernel of slots, keys, values, the keys' and values' pages, those of `rotated`, k_scale, v_scale.
+      A kernel of slots, keys, values, the keys' and values' pages, the layer if there are several, those of `rotated`,
+      k_scale, v_scale.
 
     Raises:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
+      ValueError: as `check_row_scales`.
     """
     spec, rows, pages, rotated, scale_pages = kind.spec, kind.rows, kind.pages, kind.rotated, kind.scale_pages
     codecs = codecs_of(spec)
+    check_row_scales(spec, pages, scale_pages)
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
         raise UnsupportedError(f"{'concat_and_cache_mla' if spec.is_mla else 'reshape_and_cache_flash'}: {reason}")
     words_per_slot = np.dtype(kind.slot_dtype).itemsize // 4
-    rungs = launch_config.rungs(spec, kind.unique_slots, rotates=rotated is not None)
+    if kind.config is None:
+        rungs = launch_config.rungs(spec, kind.unique_slots, rotates=rotated is not None)
+    else:
+        rungs = [Rung(1, kind.config)]
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
+    layers = () if kind.num_layers is None else (Argument("layer", jax.ShapeDtypeStruct((1,), jnp.int32)),)
+    page_dtype = spec.array_dtype if spec.dtype.is_quantized else spec.storage_dtype
     as_rows = {name: codec.token_rows for name, codec in zip(("key", "value"), codecs, strict=False)}
     if rotated is not None:
         as_rows[("key", "value")[rotated_part(spec)]] = rotated.rotation.as_columns
@@ -107,6 +122,8 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         def write_as(rung: Rung) -> None:
             num_searched = None if kind.unique_slots or rung.min_tokens >= launch_config.SEARCHED else num_tokens
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
+            if kind.num_layers is not None:
+                own_slots = own_slots.of_layer(arrays["layer"][0], kind.num_layers)
             call = program.WriteCall(spec, rung.config, num_tokens, rows[0].dtype)
             program.run(own_slots, operands, staged, call, step)
 
@@ -137,7 +154,8 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         (
             Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
             *(memory.argument(*named) for memory, named in zip(rows, as_rows.items(), strict=True)),
-            *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, pages, strict=False)),
+            *(memory.argument(name, page_dtype) for name, memory in zip(PAGES, pages, strict=False)),
+            *layers,
             *rotation_arguments,
             *scale_arguments(spec, kind.scale_sizes, scale_pages),
         ),

@@ -20,8 +20,8 @@ def write_kernel(
     spec: AttentionSpec,
     tokens: int,
     grid: int,
-    out_type: Sequence[jax.ShapeDtypeStruct] = (),
     rotated_dtype: DType | None = None,
+    out_type: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> Kernel:
     """A kernel of `body` over programs of up to `tokens` tokens.
 

@@ -73,10 +73,6 @@ class Rotation:
             return rows
         return lax.bitcast_convert_type(rows.reshape(x.shape[0], -1, 2), jnp.uint32)
 
-    def from_columns(self, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `as_columns`."""
-        return (rows if self.is_neox else lax.bitcast_convert_type(rows, self.dtype)).reshape(shape)
-
     def load(self, source: Rows, token: jax.Array, heads: int) -> LoadedHeads:
         """Loads the heads of a token."""
         half, size = self.rot_dim // 2, self.elements_per_column

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, warpgroups
 from kvjax.kernels.aliases import DType, Ref
 from kvjax.kernels.codecs import codecs_of
-from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number, RowMemory, Rows
+from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number, Operand, RowMemory, Rows
 from kvjax.kernels.write.rotation import LoadedHeads, Rotation, store_heads
 from kvjax.spec import AttentionSpec
 
@@ -28,18 +28,33 @@ class Rotated(NamedTuple):
       query: `[num_tokens, num_heads, head_size]`, of the dtype of the keys.
       positions: int32 `[num_tokens]`, each clipped to the rows of `table`.
       table: `[max_position, rot_dim]`, cosines then sines.
-      rotation: how to rotate.
+      is_neox: as in `Rotation`.
     """
 
     query: jax.Array
     positions: jax.Array
     table: jax.Array
-    rotation: Rotation
+    is_neox: bool
+
+    @property
+    def memory(self) -> RotatedMemory:
+        """What the kernel is compiled for."""
+        _, num_heads, head_size = self.query.shape
+        table, positions = self.table.dtype, self.positions.dtype
+        rotation = Rotation(self.query.dtype, head_size, self.table.shape[1], self.is_neox, table.itemsize)
+        return RotatedMemory(rotation, num_heads, RowMemory.of(self.query), positions, table)
+
+    @property
+    def arrays(self) -> dict[str, Operand]:
+        """The arguments of `RotatedMemory.arguments`."""
+        rotated_query = jax.ShapeDtypeStruct(self.query.shape, self.query.dtype)
+        given = {"query": self.query, "positions": self.positions, "cos_sin_cache": self.table}
+        return given | {"rotated_query": rotated_query}
 
 
 @dataclasses.dataclass(frozen=True)
 class RotatedMemory:
-    """What a write into caller-owned memory rotates before it stores keys.
+    """What a write is compiled for that rotates queries and keys before it stores these.
 
     Attributes:
       rotation: how to rotate.

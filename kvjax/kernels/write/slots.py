@@ -46,6 +46,11 @@ class Slots(NamedTuple):
     layer: Number = 0
     num_layers: int = 1
 
+    def of_layer(self, layer: jax.Array, num_layers: int) -> Slots:
+        """The slots of one of several layers; of a layer out of range none is written."""
+        last = jnp.where((layer >= 0) & (layer < num_layers), jnp.int32(self.last_slot), jnp.int32(-1))
+        return self._replace(last_slot=last, layer=layer, num_layers=num_layers)
+
     def position(
         self, read: Callable[[jax.Array], jax.Array], token: jax.Array, condition: jax.Array, spec: AttentionSpec
     ) -> Position:

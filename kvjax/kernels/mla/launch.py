@@ -1,0 +1,80 @@
+"""The decode kernels: their grids, shared memory, and the arrays that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kvjax.kernels import compat
+from kvjax.kernels.aliases import DType, Kernel, OutType, Ref, ScratchType
+from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
+from kvjax.kernels.launchable import Number
+from kvjax.kernels.mla import few_rows_stages
+from kvjax.kernels.mla.decode import LatentDecode
+from kvjax.kernels.mla.few_rows import FewRows
+from kvjax.kernels.mla.packed import Packed, scratch_type
+from kvjax.kernels.mla.problem import MLAConfig
+from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
+from kvjax.kernels.registers import WARPS
+
+type Config = MLAConfig | DecodeConfig
+
+_COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,  # rows are reduced within warps
+)
+
+
+def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Number, ...]:
+    """The shape of rows of results: flat, or halves of a row for two warpgroups."""
+    rank = problem.spec.head_size_v
+    return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)
+
+
+def read_dtype(problem: Problem, config: Config) -> DType:
+    """The dtype of the query as a kernel reads it."""
+    return np.dtype(problem.query_dtype) if isinstance(config, DecodeConfig) else operand_dtypes(problem.spec)[0]
+
+
+def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Ref]) -> None:
+    """The body of the decode kernel; `shared` is shared memory, as `decode_kernel` allocates it."""
+    if isinstance(config, DecodeConfig):
+        buffer, others, barriers = shared
+        FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
+        return
+    *of_tiles, last = shared
+    if not problem.spec.dtype.is_quantized:
+        LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
+        return
+    tiles = Tiles.of(problem.spec, tuple(of_tiles))
+    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, last, tiles)).run()
+
+
+def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: OutType = ()) -> Kernel:
+    """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
+    spec, is_few = problem.spec, isinstance(config, DecodeConfig)
+    if isinstance(config, DecodeConfig):
+        buffer, others, barriers = few_rows_stages.scratch(problem, config)
+        shared: list[ScratchType] = [plgpu.SMEM((size,), jnp.uint8) for size in (buffer, others)]
+        shared.append(plgpu.SMEM((barriers // 4,), jnp.int32))
+        grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
+    else:
+        packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
+        shared = scratch_types(spec) + packed
+        grid, warpgroups = {"block": config.blocks, "rows": config.passes}, WARPGROUPS
+    kernel: Kernel = plgpu.kernel(
+        compat.named("mla_paged_attention", body),
+        out_type=out_type,
+        scratch_types=shared,
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        compiler_params=compat.COMPILER_PARAMS if is_few else _COMPILER_PARAMS,
+    )
+    return kernel
