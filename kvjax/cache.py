@@ -20,7 +20,7 @@ from kvjax import partition
 from kvjax.dtypes import KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, kind_of, type_name
 from kvjax.layouts import CacheLayout
-from kvjax.memory import as_sharding, check_pinned, zeroed_pages
+from kvjax.memory import as_sharding, check_memory, zeroed_pages
 from kvjax.scale_values import check_scale, check_scale_type
 from kvjax.spec import AttentionSpec, as_int, spec_from_dict, spec_to_dict
 
@@ -137,6 +137,7 @@ class KVCache:
           KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` is not an
             `AttentionSpec`, `sharding` divides other dimensions, or a scale has an invalid type or shape or is not
             between `MIN_SCALE` and `MAX_SCALE`.
+          UnsupportedError: `sharding` is of memory that no operation takes.
           KVCacheMemoryError: not enough memory; the message says how much was requested and how many pages fit.
         """
         if not isinstance(spec, AttentionSpec):
@@ -145,14 +146,15 @@ class KVCache:
         if num_layers is not None:
             num_layers = as_int("num_layers", num_layers, least=1)
         scales = [_scale_leaf(*named, spec, num_layers) for named in (("k_scale", k_scale), ("v_scale", v_scale))]
-        if not isinstance(sharding, NamedSharding):
-            sharding = as_sharding("sharding", sharding)
-            if sharding is not None and sharding.num_devices > 1:
+        sharding = as_sharding("sharding", sharding)
+        if sharding is not None:
+            if not isinstance(sharding, NamedSharding) and sharding.num_devices > 1:
                 raise KVCacheTypeError(f"sharding: got {sharding} for several devices, expected a NamedSharding")
+            check_memory("sharding", sharding)
+        if not isinstance(sharding, NamedSharding):
             kv = zeroed_pages(spec, num_blocks, num_layers, sharding)
             on_device = None if sharding is None else SingleDeviceSharding(next(iter(sharding.device_set)))
             return cls(kv, spec, None, num_layers, *jax.device_put(scales, on_device))
-        check_pinned("sharding", sharding)
         divided = partition.partition_of(spec, sharding, num_layers)
         if num_blocks % divided.num_block_shares:
             raise KVCacheValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,20 @@ def check_pinned(what: str, sharding: Sharding) -> None:
             f"{what}: got {sharding.spec} in memory of kind {PINNED!r}, expected blocks that are not divided: devices"
             " would move pages of each other's"
         )
+
+
+def check_memory(what: str, sharding: Sharding) -> None:
+    """Raises `UnsupportedError` for memory in which no cache may be: neither its devices' default nor pinned memory."""
+    kind = sharding.memory_kind
+    if kind not in (None, PINNED):
+        devices: Iterable[Any] = sharding.addressable_devices
+        own = next((device.default_memory().kind for device in devices), kind)
+        if kind != own:
+            raise UnsupportedError(
+                f"{what}: got memory of kind {kind!r}, expected {own!r} or {PINNED!r}: XLA would copy all of it in each"
+                " call. On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
+            )
+    check_pinned(what, sharding)
 
 
 def as_sharding(what: str, sharding: Any) -> Sharding | None:

@@ -355,7 +355,7 @@ def test_arguments_are_refused(call, error, message):
 def test_memory_that_xla_does_not_write_in_place_is_refused():
     cache = destination()
     unpinned = KVCache(jax.device_put(cache.kv, cache.kv.sharding.with_memory_kind("unpinned_host")), cache.spec)
-    with pytest.raises(UnsupportedError, match=r"^caches\[0\]: got a cache in memory of kind 'unpinned_host'"):
+    with pytest.raises(UnsupportedError, match=r"^caches\[0\]: got memory of kind 'unpinned_host'"):
         export_blocks(unpinned, [1])
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from support import gpu_compile
 from support.gpu_compile import TARGETS, compile_for
 from support.helpers import (
@@ -379,12 +379,18 @@ def test_one_cache_for_both_is_refused():
 
 def test_memory_that_xla_does_not_write_in_place_is_refused(device):
     cache = poisoned(simple_spec(), 4)
-    unpinned = KVCache(jax.device_put(cache.kv, cache.kv.sharding.with_memory_kind("unpinned_host")), cache.spec)
+    memory = cache.kv.sharding.with_memory_kind("unpinned_host")
+    unpinned, expected = (
+        KVCache(jax.device_put(cache.kv, memory), cache.spec),
+        "memory of kind 'unpinned_host', expected",
+    )
+    for sharding in (memory, NamedSharding(jax.make_mesh((1,), "x"), PartitionSpec(), memory_kind="unpinned_host")):
+        with pytest.raises(UnsupportedError, match=f"^sharding: got {expected}"):
+            KVCache.allocate(cache.spec, 4, sharding=sharding)
     for name, caches in (("source", (unpinned, cache)), ("destination", (cache, unpinned))):
         with pytest.raises(UnsupportedError) as raised:
             swap_blocks(*caches, PAIRS)
-        expected = "memory of kind 'unpinned_host', expected 'device' or 'pinned_host'"
-        assert str(raised.value).startswith(f"{name}: got a cache in {expected}")
+        assert str(raised.value).startswith(f"{name}: got {expected}")
         assert "kvjax.host_sharding()" in str(raised.value)
 
 

@@ -38,7 +38,7 @@ from kvjax_torch.arguments.latents import (  # noqa: E402
     latent_write_plan,
 )
 from kvjax_torch.arguments.plan import GatherPlan, LatentQuery, ReadTensors, SoftmaxOptions  # noqa: E402
-from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
+from kvjax_torch.calls import attending, choosing, gathering, writing  # noqa: E402
 from kvjax_torch.cuda import latents, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
@@ -237,13 +237,13 @@ def test_results_go_to_memory_of_any_alignment(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda, emulated"])
 @pytest.mark.parametrize(("name", "window"), [("bfloat16", None), ("nvfp4", None), ("bfloat16", 4)])
 def test_ragged_attention_is_that_of_jax(name: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch):
-    """With a row of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be.
+    """With rows of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be.
 
     Kernels pack the rows and place their results. Before the window of a sequence's rows may be NaN.
     """
     problem = build(spec_of(name), (20, 3, 9), window and window + 4)
     rows = [x[:, 0] for x in queries(problem.spec, (8, 1, 3), "float32")]
-    bounds = np.array([0, 2, 2, 7], np.int32)
+    bounds = np.array([0, 2, 2, 6], np.int32)
     call = on("cpu", problem, rows) | {"cu_q_lens": torch.from_numpy(bounds), "sliding_window": window}
     if device != "cpu":
         monkeypatch.setattr(host, "attend_ragged", latents.attend_ragged)
@@ -265,11 +265,23 @@ def test_ragged_attention_is_that_of_jax(name: str, window: int | None, device: 
         got = kvjax_torch.mla_ragged_paged_attention(**call, **options, return_lse=True)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-    if device != "cpu":
-        out, lse = kvjax_torch.mla_ragged_paged_attention(**call, max_q_len=4, return_lse=True)
+    for max_q_len in (3, 2) if device != "cpu" else ():  # of 3 each is padded to 4
+        out, lse = kvjax_torch.mla_ragged_paged_attention(**call, max_q_len=max_q_len, return_lse=True)
         np.testing.assert_allclose(out[:2], want[0][:2], rtol=2e-5, atol=2e-5)
         assert not out[2:].any()
         assert (lse[2:] == -torch.inf).all()
+
+
+def test_packed_rows_that_int32_does_not_index_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Before anything is launched: kernels would store them elsewhere."""
+    problem = build(spec_of("bfloat16"), (20, 3, 9))
+    rows = [x[:, 0] for x in queries(problem.spec, (8, 1, 3), "float32")]
+    call = on("cpu", problem, rows) | {"cu_q_lens": torch.tensor([0, 2, 2, 6])}
+    monkeypatch.setattr(host, "attend_ragged", latents.attend_ragged)
+    monkeypatch.setattr(choosing, "INT32_MAX", 3 * 8 * 3 * 576 - 1)
+    message = "got 3 sequences, each padded to 8 query tokens of 3 heads: 41472 elements, expected at most 41471; pass"
+    with pytest.raises(kvjax.UnsupportedError, match=message):
+        kvjax_torch.mla_ragged_paged_attention(**call)
 
 
 def write(**changes: Any) -> None:

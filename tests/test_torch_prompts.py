@@ -234,7 +234,7 @@ def plan_of(step: RaggedStep, decode_q_len: int, window: int | None, **limits: i
         (1, None, True, torch.bfloat16, {}),
         (3, 9, False, torch.float32, {"max_prompts": 1}),
         (0, None, True, torch.float16, {"max_q_len": 4}),
-        (3, None, False, torch.bfloat16, {"max_prompts": 0}),
+        (3, None, False, torch.bfloat16, {"max_q_len": 2, "max_prompts": 0}),
     ],
 )
 def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, dtype, limits, monkeypatch):

@@ -97,7 +97,6 @@ def _latent_type(*keys: str, first: Callable[[Facts], None] | None = None, **def
 
 _QWEN: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
 _INTERVAL = translate.every_of("full_attention_interval", otherwise=translate.LINEAR)
-_D_MODEL = {"num_hidden_layers": ("n_layers",), "num_attention_heads": ("n_heads",), "hidden_size": ("d_model",)}
 _OLD_NAMES = {"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
 
 _PLAIN_TYPES = """

@@ -29,8 +29,9 @@ from jax.typing import ArrayLike
 from kvjax.block_pool import HASH_BYTES, HASH_VERSION
 from kvjax.cache import SCALES, KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, kind_of, shown
+from kvjax.memory import check_memory
 from kvjax.ops.arguments import check_cache
-from kvjax.ops.blocks import check_memory, is_traced, pages_from_host, pages_to_host, put_pages, scale_on_host
+from kvjax.ops.blocks import is_traced, pages_from_host, pages_to_host, put_pages, scale_on_host
 from kvjax.spec import as_int, spec_to_dict
 
 FORMAT = 1
@@ -233,7 +234,7 @@ def _as_caches(caches: Caches) -> list[KVCache]:
             raise KVCacheTypeError(f"{what}: got a traced cache, expected a call outside jit")
         if not cache.kv.is_fully_addressable:
             raise UnsupportedError(f"{what}: got a cache of several processes, expected one whose devices are all here")
-        check_memory(what, cache.kv)
+        check_memory(what, cache.kv.sharding)
     if len({id(cache.kv) for cache in found}) != len(found):
         raise KVCacheValueError("caches: got a cache twice, expected each once")
     return found

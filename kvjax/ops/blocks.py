@@ -18,7 +18,7 @@ from kvjax.cache import SCALES, KVCache, local_view
 from kvjax.cache_views import split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
-from kvjax.memory import PINNED, check_pinned, is_pinned
+from kvjax.memory import check_memory, is_pinned
 from kvjax.ops import pinned, select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.value_checks import check_pairs, is_checked
@@ -145,7 +145,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         source_kv, kv = select.without_gradient("swap_blocks", names, (source.kv, destination.kv))
         return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
-        check_memory(name, cache.kv)
+        check_memory(name, cache.kv.sharding)
     sharding = _sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
     parts = [(from_blocks, to_blocks)]
@@ -252,18 +252,6 @@ def scale_on_host(scale: Any) -> np.ndarray:
 
 def _shown(value: Any) -> str:
     return repr(getattr(value, "value", value))
-
-
-def check_memory(name: str, kv: jax.Array) -> None:
-    """Raises `UnsupportedError` for a cache in a memory other than its device's default and pinned host memory."""
-    kind = kv.sharding.memory_kind
-    device: Any = next(iter(kv.sharding.addressable_devices))
-    if kind not in (None, PINNED, own := device.default_memory().kind):
-        raise UnsupportedError(
-            f"{name}: got a cache in memory of kind {kind!r}, expected {own!r} or {PINNED!r}: XLA would copy all of it"
-            " in each call. On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
-        )
-    check_pinned(name, kv.sharding)
 
 
 def _sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:

@@ -68,6 +68,7 @@ def attend_on(device: str, *, is_rounded: bool = False, **how: Any) -> Attend:
 def schedule_model(plan: RaggedPlan, step: RaggedStep, kernel: Any, num_zeros: int) -> Schedule:
     """`ragged_step.schedule` on the host; what it leaves to others is NaN."""
     most, (num_rows, *row) = plan.attention.q_len, step.query.shape
+    decoding = min(most, plan.max_q_len)
     bounds = step.cu_q_lens.clamp(0, num_rows).tolist()
     step.out.fill_(torch.nan)
     step.lse.fill_(torch.nan)
@@ -78,8 +79,8 @@ def schedule_model(plan: RaggedPlan, step: RaggedStep, kernel: Any, num_zeros: i
         q_len = end - start
         is_prompt = most < q_len <= plan.max_q_len and found < plan.max_prompts
         found += is_prompt
-        sees[start:end] = q_len <= most or is_prompt
-        for row in range(start, end) if q_len <= most else ():
+        sees[start:end] = q_len <= decoding or is_prompt
+        for row in range(start, end) if q_len <= decoding else ():
             place = most - (end - row)
             rows[seq, place], places[seq, place] = step.query[row], row
             lens[seq, place] = (step.tensors.seq_lens[seq] - (end - 1 - row)).clamp(0, 2**31 - 1)

@@ -33,7 +33,7 @@ def attend(
 
     Raises:
       UnsupportedError: batch invariance or products in fp8 are requested, and prompts may come that the prompt kernel
-        does not serve.
+        does not serve; or int32 does not index the packed rows of sequences that decode.
     """
     attention = plan.attention
     served = attending.route_of(attention, query.device, plan.query_quantization)
@@ -58,6 +58,14 @@ def attend(
     if not (query.numel() and tensors.block_table.numel()):
         _see_nothing(out, lse, sinks)
         return out, lse
+    spec = attention.cache.spec
+    packed_size = tensors.seq_lens.shape[0] * attention.q_len * num_heads * max(spec.head_size, spec.head_size_v)
+    if packed_size > choosing.INT32_MAX:
+        raise UnsupportedError(
+            f"got {tensors.seq_lens.shape[0]} sequences, each padded to {attention.q_len} query tokens of {num_heads}"
+            f" heads: {packed_size} elements, expected at most {choosing.INT32_MAX}; pass a smaller max_q_len or"
+            " decode_q_len"
+        )
     rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
     step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse)
     of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))

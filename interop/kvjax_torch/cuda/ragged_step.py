@@ -149,8 +149,8 @@ def kernels_of(plan: AttentionPlan, window: int | None, *, is_aligned: bool = Tr
 def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_zeros: int) -> Schedule:
     """Divides a step, and stores the results of rows that see nothing: of no sequence, or of one that is not served.
 
-    Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` of at most
-    `plan.max_q_len` rows are prompts.
+    Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` are prompts. Those
+    of more than `plan.max_q_len` rows are neither.
 
     Args:
       plan: of the call.

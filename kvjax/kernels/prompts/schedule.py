@@ -65,7 +65,7 @@ class StepKind:
 @functools.cache
 @with_origin
 def any_schedule(kind: StepKind) -> AnyCount:
-    """Packs rows that decode, and finds up to `max_prompts` sequences with more rows and at most `max_q_len`.
+    """Packs rows that decode, and finds up to `max_prompts` sequences with more rows; none has more than `max_q_len`.
 
     The arguments are the block table, the lengths and the bounds of rows, int32, the query where rows decode, the sinks
     if there are any, and the results:
@@ -124,6 +124,10 @@ class _Schedule:
         """A bound of rows."""
         return jnp.clip(x, 0, jnp.int32(self.counts["num_rows"]))
 
+    def decodes(self, q_len: jax.Array) -> jax.Array:
+        """Whether a sequence of so many rows decodes; `decode_q_len` may exceed `max_q_len`."""
+        return q_len <= jnp.minimum(self.kind.decode_q_len, jnp.int32(self.counts["max_q_len"]))
+
     def is_prompt(self, q_len: jax.Array) -> jax.Array:
         """Whether so many rows are those of a prompt."""
         return (q_len > self.kind.decode_q_len) & (q_len <= jnp.int32(self.counts["max_q_len"]))
@@ -167,7 +171,7 @@ class _Schedule:
         if self.kind.decode_q_len:
             self.pack(own, q_start, q_end, length)
 
-        @pl.when((q_len > self.kind.decode_q_len) & ~is_served)
+        @pl.when(~self.decodes(q_len) & ~is_served)
         def skip() -> None:
             lax.fori_loop(q_start, q_end, lambda row, _: self.clear(row), None)
 
@@ -204,7 +208,7 @@ class _Schedule:
     def pack(self, own: jax.Array, q_start: jax.Array, q_end: jax.Array, length: jax.Array) -> None:
         """Packs the rows of a sequence that decodes."""
         most, units, arrays = self.kind.decode_q_len, self.kind.query, self.arrays
-        is_short = q_end - q_start <= most
+        is_short = self.decodes(q_end - q_start)
         is_first = self.thread == 0
         stride = jnp.int32(self.counts["query_stride"])
 
