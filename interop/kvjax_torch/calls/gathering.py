@@ -43,13 +43,14 @@ def gather_call(plan: GatherPlan, tensors: ReadTensors) -> Call:
         for size in spec.part_sizes[:num_parts]
     ]
     # Numbers out of range stay out of range: they are clipped to -1, or to one past the last block.
-    block_table, seq_lens = choosing.int32(block_table, -1, last_block + 1), choosing.int32(seq_lens, 0, max_len)
+    block_table, table_stride = choosing.table(block_table, tensors.num_blocks)
+    seq_lens = choosing.int32(seq_lens, 0, max_len)
     scales = plan.cache.scale_tensors(tensors)
     of_scales = scale_alignments(plan.cache, scales)
     kernel = _gather_kernel(plan.cache, plan.dtype, plan.scale_sizes, page_alignments(tensors), of_scales)
     pages = (key_cache, value_cache)[:num_parts]
     arrays = (block_table, seq_lens, *scale_arrays(plan.cache, scales), *pages, *results)
-    return Call(kernel, (max_blocks, block_table.stride(0), last_block), arrays, num_seqs * max_blocks)
+    return Call(kernel, (max_blocks, table_stride, last_block), arrays, num_seqs * max_blocks)
 
 
 @functools.lru_cache(maxsize=1024)
