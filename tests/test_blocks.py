@@ -23,6 +23,7 @@ from support.helpers import (
     FEW_DTYPES,
     assert_same_bytes,
     compilations,
+    copied,
     each_case,
     page_bytes,
     poisoned,
@@ -81,15 +82,6 @@ def device(request: pytest.FixtureRequest):
     device = jax.local_devices(backend=request.param)[0]
     with jax.default_device(device):
         yield device
-
-
-def copied(source: np.ndarray, destination: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """What the pages `[num_blocks, page_size_bytes]` of the destination hold after a copy."""
-    after = destination.copy()
-    for read, write in pairs.tolist():
-        if 0 <= read < len(source) and 0 <= write < len(destination):
-            after[write] = source[read]
-    return after
 
 
 def on_the_host(device: jax.Device, memory: str) -> Sharding:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from support.helpers import assert_same_bytes, compilations, kv_tokens, page_bytes, poisoned, simple_spec
+from support.helpers import assert_same_bytes, compilations, copied, kv_tokens, page_bytes, poisoned, simple_spec
 
 import kvjax
 from kvjax import (
@@ -55,15 +55,6 @@ def moved(cache: KVCache, memory: SingleDeviceSharding) -> KVCache:
 def of_layers(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
     layers = [poisoned(spec, num_blocks, seed + layer).kv for layer in range(3)]
     return KVCache(jnp.stack(layers, axis=1), spec, None, 3)
-
-
-def copied(source: np.ndarray, destination: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """What blocks `[num_blocks, ...]` of the destination hold after a copy."""
-    after = destination.copy()
-    for read, write in pairs.tolist():
-        if 0 <= read < len(source) and 0 <= write < len(destination):
-            after[write] = source[read]
-    return after
 
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 2, 11])

@@ -124,6 +124,15 @@ def simple_spec(dtype: KVCacheDType = KVCacheDType.BFLOAT16, **changes: Any) -> 
     return FullAttentionSpec(**{"block_size": 8, "num_kv_heads": 2, "head_size": 64, "dtype": dtype, **changes})
 
 
+def copied(source: np.ndarray, destination: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """What blocks `[num_blocks, ...]` of the destination hold after a copy."""
+    after = destination.copy()
+    for read, write in pairs.tolist():
+        if 0 <= read < len(source) and 0 <= write < len(destination):
+            after[write] = source[read]
+    return after
+
+
 def skip_if_copied(caches: Any) -> None:
     """Skips a test of the memory of programs that are given these pytrees, where XLA copies one of them."""
     if WIDENS_BFLOAT16 and any(leaf.dtype == ml_dtypes.bfloat16 for leaf in jax.tree.leaves(caches)):
