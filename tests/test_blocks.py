@@ -369,8 +369,10 @@ def test_one_cache_for_both_is_refused():
     assert not cache.kv.is_deleted()
 
 
-def test_memory_that_xla_does_not_write_in_place_is_refused(device):
-    cache = poisoned(simple_spec(), 4)
+def test_memory_that_xla_does_not_write_in_place_is_refused():
+    """Of JAX's devices only a CPU has a third kind of memory."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        cache = poisoned(simple_spec(), 4)
     memory = cache.kv.sharding.with_memory_kind("unpinned_host")
     unpinned, expected = (
         KVCache(jax.device_put(cache.kv, memory), cache.spec),

@@ -22,6 +22,7 @@ from kvjax import (
     KVCacheDType,
     KVCacheMemoryError,
     KVCacheTypeError,
+    KVCacheValueError,
     UnsupportedError,
     copy_blocks,
     export_blocks,
@@ -169,7 +170,8 @@ def test_an_allocated_cache_holds_zeros_and_its_scales_are_in_device_memory(memo
     spec = simple_spec(dtype)
     host = KVCache.allocate(spec, 5, num_layers=2, sharding=memory, k_scale=np.float32([2, 0.5]))
     assert host.kv.sharding == memory
-    assert not np.asarray(host.kv).view(np.uint8).any()
+    # Of a copy: XLA does not write in place what a NumPy array views.
+    assert not page_bytes(dataclasses.replace(host, kv=jax.device_put(host.kv, jax.memory.Space.Device))).any()
     cache = KVCache.allocate(spec, 3, num_layers=2, k_scale=np.float32([2, 0.5]))
     assert (host.k_scale is None) == (dtype is KVCacheDType.BFLOAT16)
     if host.k_scale is not None:
@@ -178,6 +180,21 @@ def test_an_allocated_cache_holds_zeros_and_its_scales_are_in_device_memory(memo
     assert host.kv.sharding == memory
     with pytest.raises(KVCacheMemoryError, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB .* limits pinned host memory"):
         KVCache.allocate(spec, 2**40, sharding=memory)
+
+
+def test_what_numpy_views_does_not_change(memory):
+    """A GPU's runtime donates no array that NumPy views; a CPU's writes into a copy of it."""
+    spec, pairs = simple_spec(), np.array([[0, 1]])
+    cache, host = poisoned(spec, 4), moved(poisoned(spec, 4, seed=1), memory)
+    before, view = page_bytes(poisoned(spec, 4, seed=1)), np.asarray(host.kv)
+    if cache.kv.device.platform == "cpu":
+        swapped = swap_blocks(cache, host, pairs)
+        assert_same_bytes(page_bytes(swapped), copied(page_bytes(cache), before, pairs))
+    else:
+        with pytest.raises(KVCacheValueError, match=r"^kv: got an array that NumPy or another library views, "):
+            swap_blocks(cache, host, pairs)
+        assert not host.kv.is_deleted()
+    assert_same_bytes(view.view(np.uint8).reshape(before.shape), before)
 
 
 def test_exports_and_imports_are_those_of_device_memory(memory):

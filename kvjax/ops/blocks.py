@@ -107,7 +107,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
         twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
-        need reordering.
+        need reordering; on a GPU, a destination that NumPy or another library views.
       UnsupportedError: a cache in a memory other than its device's default and pinned host memory, in the latter
         traced or divided by blocks, or a destination divided by another kind of sharding.
     """
@@ -373,7 +373,16 @@ def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Ar
 
 def _with_pages(kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
     """Returns a cache's array, which it donates, in the memory that it is in, with pages that `_taken` returned."""
-    return (_put_pinned_jit if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
+    try:
+        return (_put_pinned_jit if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
+    except jax.errors.JaxRuntimeError as error:
+        if "external reference" not in str(error):
+            raise
+        raise KVCacheValueError(
+            "kv: got an array that NumPy or another library views, expected one of which there is no view, for it is"
+            " donated. np.asarray of an array in pinned memory is a view: look at a copy,"
+            " jax.device_put(kv, jax.memory.Space.Device)"
+        ) from error
 
 
 def _copy(kv: jax.Array, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
