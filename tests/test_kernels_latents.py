@@ -23,9 +23,9 @@ FEW_NAMES = ["fp8_e4m3", "fp8_ds_mla", "nvfp4"]
 NUM_BLOCKS = 5
 SLOTS = np.array([3, -1, 30, 8, 3, 99, 9, 10, 11, 39, 0], np.int32)
 """One of them twice, and two that are none."""
-TABLE = np.array([[1, 0, 5], [3, -1, 9]], np.int32)
-BOUNDS, STARTS, NUM_ROWS = np.array([0, 3, 13], np.int32), np.array([6, 1], np.int32), 15
-"""Ranges over two blocks, one of them none, and rows of no token."""
+TABLE = np.array([[1, 0, 5], [3, -1, 9], [-1, 2, 0]], np.int32)
+BOUNDS, STARTS, NUM_ROWS = np.array([0, 8, 16, 27], np.int32), np.array([8, 3, 0], np.int32), 29
+"""A block, a range over two of which one is none, a block that is none, part of one, and rows of no token."""
 
 
 def poisoned(spec: MLAAttentionSpec, num_layers: int | None = None, num_blocks: int = NUM_BLOCKS) -> KVCache:
@@ -63,8 +63,9 @@ def assert_same_gather(spec: MLAAttentionSpec, dtype: Any, num_layers: int | Non
         got = [np.asarray(x) for x in got]
     for part, want in zip(got, map(np.asarray, expected), strict=True):
         assert_same_bytes(part, want)
-        assert part[:3].any() or not part.size
-        assert not part[13:].any()
+        assert (part[:13].any() and part[24:27].any()) or not part.size
+        assert not part[13:24].any()
+        assert not part[27:].any()
 
 
 @matrix(
@@ -91,6 +92,16 @@ def test_an_interpreted_write_has_the_bytes_of_xla(name, sizes, input_dtype, pro
 )
 def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, int], input_dtype: str):
     assert_same_gather(spec_of(name, sizes), INPUT_DTYPES[input_dtype])
+
+
+def test_a_gather_of_blocks_smaller_than_a_program():
+    cache = poisoned(spec_of("nvfp4", (128, 16), 2))
+    read = functools.partial(gather_mla, cache, np.array([[1, 0, 3]]), np.array([0, 6]), num_tokens=7, dtype="float16")
+    with interpret_mode():
+        got = [np.asarray(x) for x in read(implementation="mosaic")]
+    for part, want in zip(got, read(implementation="xla"), strict=True):
+        assert_same_bytes(part, np.asarray(want))
+        assert part[:6].any()
 
 
 @matrix(

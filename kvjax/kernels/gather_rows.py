@@ -2,6 +2,7 @@
 
 Ranges of sequences are such tokens: those of latents (MLA) that a prompt in chunks attends to. A program takes `ROWS`
 neighbouring rows. It issues all loads of their tokens before it uses any, decodes in registers, and stores the rows.
+Tokens that are neighbours in a page, as most are, are loaded together, by wider accesses; others one by one.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from kvjax.kernels.launchable import (
     why_not_elements,
     with_origin,
 )
-from kvjax.kernels.page_tokens import GatherOperand, PageTokens, decoded_pieces, store_pieces
+from kvjax.kernels.page_tokens import DecodedPiece, GatherOperand, PageTokens, decoded_pieces, store_pieces
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 ROWS = 4
-"""Rows of a program: eight loads by each thread, of latents and of rope keys, are in flight at once."""
+"""Rows of a program: one by one, eight loads by each thread, of latents and of rope keys, are in flight at once."""
 
 
 class RowArrays(NamedTuple):
@@ -136,22 +137,38 @@ def _gather(
     pages: Ref, tokens: Ref, num_rows: Number, operands: Sequence[GatherOperand], spec: AttentionSpec, dtype: DType
 ) -> None:
     """The body of the kernel; the last program stores the last row more than once."""
-    first, types, pieces = lax.axis_index("program") * ROWS, dense_types(spec, 1, dtype), []
-    for i in range(ROWS):
-        row = jnp.minimum(first + i, num_rows - 1)
-        page = pages[row]
-        own = [each._replace(dense=_row_of(each.dense, row, of)) for each, of in zip(operands, types, strict=True)]
-        token = PageTokens(jnp.maximum(page, 0), tokens[row], 1, jnp.where(page >= 0, 1, 0))
-        pieces += decoded_pieces(own, token, spec, dtype)
-    store_pieces(pieces)
+    first, types = lax.axis_index("program") * ROWS, dense_types(spec, 1, dtype)
+    rows = [jnp.minimum(first + i, num_rows - 1) for i in range(ROWS)]
+    places = [(pages[row], tokens[row]) for row in rows]
+
+    def pieces(index: int, number: int) -> list[DecodedPiece]:
+        page, token = places[index]
+        own = [
+            each._replace(dense=_rows_of(each.dense, rows[index], number, of))
+            for each, of in zip(operands, types, strict=True)
+        ]
+        read = PageTokens(jnp.maximum(page, 0), token, number, jnp.where(page >= 0, number, 0))
+        return decoded_pieces(own, read, spec, dtype)
+
+    def take_each() -> None:
+        store_pieces([piece for i in range(ROWS) for piece in pieces(i, 1)])
+
+    if spec.block_size < ROWS:
+        take_each()
+        return
+    page, token = places[0]
+    steps = [(own == page) & (other == token + i) for i, (own, other) in enumerate(places)]
+    are_neighbours = functools.reduce(lambda x, y: x & y, steps)
+    pl.when(are_neighbours)(lambda: store_pieces(pieces(0, ROWS)))
+    pl.when(~are_neighbours)(take_each)
 
 
-def _row_of(dense: Ref, row: jax.Array, of: jax.ShapeDtypeStruct) -> Ref:
-    """A row of a result: of an array of such rows, or of elements that begin with it."""
-    own = dense.at[pl.ds(row, 1)]
+def _rows_of(dense: Ref, row: jax.Array, number: int, of: jax.ShapeDtypeStruct) -> Ref:
+    """Rows of a result: of an array of such rows, or of elements that begin with them."""
+    own = dense.at[pl.ds(row, number)]
     if len(dense.shape) == len(of.shape):
         return own
-    return own.at[:, pl.ds(0, math.prod(of.shape))].reshape(*of.shape)
+    return own.at[:, pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
 
 
 def _as_elements(rows: jax.Array, dtype: DType) -> jax.Array:
