@@ -362,13 +362,13 @@ def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
     return blocks if layer is None else (blocks, layer)
 
 
-_take_jit, _take_pinned_jit = jax.jit(_take), jax.jit(pinned.take)
+_take_jit = jax.jit(_take)
 _put_jit, _put_pinned_jit = jax.jit(_put, donate_argnums=0), jax.jit(pinned.put, donate_argnums=0)
 
 
 def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
     """Returns pages as integers in device memory, from whichever memory the cache's array is in."""
-    return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
+    return _take_jit(pinned.in_device_type(kv) if is_pinned(kv) else kv, blocks, layer)
 
 
 def _with_pages(kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:

@@ -28,24 +28,13 @@ def parts(indices: np.ndarray) -> Iterator[np.ndarray]:
         first += size
 
 
-def take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
-    """Returns pages `[num_pages, ...]` of a cache's array `kv`, as unsigned integers in device memory.
+def in_device_type(kv: jax.Array) -> jax.Array:
+    """Returns the same array, of the same memory, with the type of one in device memory.
 
-    `blocks` are int32 numbers `[num_pages]` of its blocks; with `layer`, an int32 scalar, of this layer's pages. Each
-    page is an integer before anything else is done to it: XLA on CPU changes NaNs when it pads.
+    XLA gathers from it with a kernel that reads over the bus. From an array whose type shows pinned memory it gathers
+    on the host, or not at all.
     """
-    kv, blocks, page_shape = _as_pinned(kv), jnp.asarray(blocks), kv.shape[_lead(layer) :]
-    sharding, stored = jax.typeof(kv).sharding, f"uint{8 * kv.dtype.itemsize}"
-
-    def body(i: Any, pages: jax.Array) -> jax.Array:
-        page = lax.dynamic_slice(kv, _start(kv, blocks[i], layer), (1,) * _lead(layer) + page_shape)
-        page = lax.bitcast_convert_type(jax.device_put(page, jax.memory.Space.Device), stored)
-        return lax.dynamic_update_slice_in_dim(pages, page if layer is None else page[:, 0], i, 0)
-
-    # Over explicit axes JAX requires the sharding of what is updated to be that of the page.
-    divided = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[_lead(layer) :]))
-    pages = lax.empty((len(blocks), *page_shape), stored, out_sharding=divided)
-    return lax.fori_loop(0, len(blocks), body, pages, unroll=min(UNROLL, len(blocks)))
+    return jax.make_array_from_single_device_arrays(kv.shape, kv.sharding, [each.data for each in kv.addressable_shards])
 
 
 def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
