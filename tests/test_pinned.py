@@ -125,7 +125,7 @@ def test_numbers_of_pairs_share_their_programs(memory):
         for num_pairs in (1, 7, 3, 5, 8, 2):
             host = swap_blocks(cache, host, pairs[:num_pairs])
             cache = swap_blocks(host, cache, pairs[:num_pairs, ::-1])
-    expected = {"jit(_take)": 8, "jit(_put)": 4, "jit(put)": 4}  # from both memories, to the device, to the host
+    expected = {"jit(_take)": 4, "jit(take)": 4, "jit(_put)": 8}  # from the device, from the host, to both
     assert {name: compiled.count(name) for name in expected} == expected, compiled
 
 
