@@ -234,6 +234,23 @@ def test_kernels_of_latents_are_compiled_together(compiles: bool, tmp_path: Path
             assert binaries.num_compilations() == before
 
 
+def test_a_warm_up_copies_no_tokens_that_no_kernel_has_found(monkeypatch: pytest.MonkeyPatch):
+    """Rows that kernels read from copies; so that all memory holds something, torch fills what is empty."""
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    compiled = []
+    monkeypatch.setattr(running, "compile_all", lambda every, device: compiled.extend(every))
+    call = latent_call("nvfp4", (48, 2))
+    pages = LatentPages(call["kv_cache"], "nvfp4", torch.tensor(1.0))
+    table, bounds = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    gather = latent_gather_plan(pages, GatheredRows(torch.zeros(1, 50), None, 1), table, bounds, None)
+    torch.use_deterministic_algorithms(True)
+    try:
+        latents.compile_kernels([], gather, [], False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(compiled) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [

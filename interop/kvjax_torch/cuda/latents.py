@@ -77,7 +77,9 @@ def compile_kernels(
     with choosing.one_at_a_time:
         calls = [writing.write_call(*each, unique_slots) for each in writes]
         places = gathering.places_call(*gather)
-        calls += [places, gathering.rows_call(gather[0], gather[1].at(*places.tensors[-2:]))]
+        # `rows_call` may copy the tokens that it is given, and the kernel that finds them has not run.
+        found = (torch.zeros_like(x) for x in places.tensors[-2:])
+        calls += [places, gathering.rows_call(gather[0], gather[1].at(*found))]
         calls += [*(gathering.gather_call(*each) for each in whole)]
     running.compile_all([*every, *(call.kernel for call in calls)], device)
 
