@@ -253,7 +253,8 @@ class Arrays:
         return page_bytes(self.cache)
 
     def stashed_pages(self) -> np.ndarray:
-        return page_bytes(self.stash)
+        # Of a copy: a GPU's runtime donates no array that NumPy views.
+        return page_bytes(dataclasses.replace(self.stash, kv=jax.device_put(self.stash.kv, jax.memory.Space.Device)))
 
     def write(
         self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool

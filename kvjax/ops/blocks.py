@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -355,10 +354,7 @@ def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Arra
 def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     sharding = jax.typeof(kv).sharding
     pages = lax.bitcast_convert_type(pages, kv.dtype)
-    # What two pairs write is unspecified. Where indices may repeat, XLA stores a tenth as fast over the bus.
-    return kv.at[_index(blocks, layer)].set(
-        pages, mode="drop", unique_indices=True, out_sharding=sharding if sharding.spec[0] else None
-    )
+    return kv.at[_index(blocks, layer)].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
 
 
 def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
@@ -370,11 +366,6 @@ _take_jit, _take_pinned_jit = jax.jit(_take), jax.jit(pinned.take, compiler_opti
 _put_jit = jax.jit(_put, donate_argnums=0)
 
 
-@functools.cache
-def _put_pinned_jit(sharding: Sharding) -> Callable[..., jax.Array]:
-    return jax.jit(_put, donate_argnums=0, out_shardings=sharding)
-
-
 def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
     """Returns pages as integers in device memory, from whichever memory the cache's array is in."""
     return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
@@ -383,9 +374,7 @@ def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Ar
 def _with_pages(kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
     """Returns a cache's array, which it donates, in the memory that it is in, with pages that `_taken` returned."""
     try:
-        if is_pinned(kv):
-            return _put_pinned_jit(kv.sharding)(pinned.in_device_type(kv), pages, blocks, layer)
-        return _put_jit(kv, pages, blocks, layer)
+        return (pinned.put if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
     except jax.errors.JaxRuntimeError as error:
         if "external reference" not in str(error):
             raise
