@@ -42,6 +42,9 @@ DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
 
 # Tests on a GPU take the Python that has jax for it, from the machine and not from an environment made here.
 PYTHON ?= python3
+# They spend most of their time compiling, on the CPU; each process takes 2 to 4 GB of a GPU's memory.
+GPU_WORKERS ?= $(shell cores=$$(nproc) most=$$((18 * $$(nvidia-smi -L 2>/dev/null | wc -l))); \
+  echo $$((cores < most ? cores : most)))
 
 ARGS ?=
 FUZZ_SECONDS ?= 300
@@ -64,9 +67,10 @@ test-newest: ## every test with the newest version of each dependency, to see wh
 	@tools/setup_env.sh $(NEWEST_ENV) --upgrade --upgrade-strategy eager -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
 	$(NEWEST_ENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-gpu: ## the tests that need a GPU, with the machine's own Python (PYTHON=python3, ARGS=--full)
+# The names of those that failed come last.
+test-gpu: ## the tests that need a GPU, on every GPU, with the machine's own Python (PYTHON=python3, ARGS=--full)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop \
-	  $(PYTHON) -m pytest -n 8 --dist loadgroup -m gpu $(ARGS)
+	  $(PYTHON) -m pytest -n $(GPU_WORKERS) --dist loadgroup -m gpu $(ARGS)
 
 test-compat: $(COMPAT_JAX:%=test-jax-%) test-oldest-transformers
 test-compat: ## the CPU tests on each jax before the lock's, those of torch and transformers on the oldest of both

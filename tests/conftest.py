@@ -28,10 +28,12 @@ if not _has_nvidia_driver():
     # With CUDA's libraries installed (torch brings them) and no driver, the version check of jax's CUDA plugin ends the
     # process with a segmentation fault. Set before jax is imported, and inherited by the tests' subprocesses.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Tests on a CPU spend most of their time in XLA's compiler. What one process compiled, others and later runs load.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build/jax-cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Tests spend most of their time in XLA's compiler. What one process compiled, others and later runs load.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build/jax-cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")  # many processes would write these at once
 
 # Tests count what is compiled, and a user's folder of compiled kernels is not theirs to fill.
 os.environ["KVJAX_CACHE_DIR"] = "0"
@@ -43,7 +45,20 @@ os.environ.setdefault("NPROC", "16")
 # Each process of the tests would take most of a GPU's memory for itself, though several run side by side.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+
+def rotated_gpus(worker: str, gpus: Sequence[str]) -> list[str]:
+    """Returns a machine's GPUs in the order for a process of pytest-xdist, "gw0": each begins with another.
+
+    All see every GPU, for tests that need two; all other tests run on the first.
+    """
+    first = int(worker.removeprefix("gw")) % max(len(gpus), 1)
+    return [*gpus[first:], *gpus[:first]]
+
+
 if "PYTEST_XDIST_WORKER" in os.environ:
+    if gpus := sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(gpus)).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(rotated_gpus(os.environ["PYTEST_XDIST_WORKER"], visible))
     # Set before torch is imported. Several processes with as many threads of torch's as there are cores wait for each
     # other: on two cores, three take ten times as long as with one thread each.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

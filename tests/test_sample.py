@@ -59,3 +59,12 @@ def test_of_cases_that_are_marked_full_some_are_left_to_nightly_runs():
     ours = cases("test_resolve.py::test_a", 9, "full")
     conftest.mark_samples(ours)
     assert sum(case.marks == ["full"] for case in ours) == 2
+
+
+def test_each_process_begins_with_another_gpu_and_sees_all():
+    assert [conftest.rotated_gpus(f"gw{i}", ["4", "2", "7"]) for i in (0, 1, 5)] == [
+        ["4", "2", "7"],
+        ["2", "7", "4"],
+        ["7", "4", "2"],
+    ]
+    assert conftest.rotated_gpus("gw10", ["0"]) == ["0"]
