@@ -111,6 +111,13 @@ SAMPLED = {
 """Modules whose cases each compile programs or import a library: an eighth of a test's cases is in every run."""
 
 
+LONGEST_ON_A_GPU = {
+    *("test_benchmarks", "test_demo_cli", "test_fuzz_cache", "test_sharded", "test_torch_exact_window"),
+    *("test_torch_restart", "test_transformers_attention", "test_transformers_exact_window"),
+}
+"""Modules of tests that take one to three minutes there: they begin first, or all others would wait for the last."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiles_as_needed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leaves optimizations out where they change nothing that a test looks at: compiling takes longer than running."""
@@ -155,7 +162,8 @@ def mark_samples(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own, which looks for the marks that -m names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `full` or `nightly`, but where it is asked for: by option, or by its name."""
+    """Puts the longest first, and leaves out what is marked `full` or `nightly` unless an option or a name asks."""
+    items.sort(key=lambda item: not (item.path.stem in LONGEST_ON_A_GPU and item.get_closest_marker("gpu")))
     if not config.option.keyword:
         mark_samples(items)
     if config.getoption("nightly") or any("::" in arg for arg in config.args):
