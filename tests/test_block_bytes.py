@@ -282,6 +282,10 @@ def resealed(header: bytes, body: bytes, hashes: bytes = b"") -> bytes:
         (lambda data: changed_header(data, num_blocks=-1), "got num_blocks=-1, expected an int of at least 0"),
         (lambda data: changed_header(data, num_hashes="2"), "got num_hashes='2', expected an int from 0 to 3"),
         (lambda data: changed_header(data, num_hashes=4), "got num_hashes=4, expected an int from 0 to 3"),
+        (
+            lambda data: changed_header(data, num_blocks=2**60, num_hashes=2**60),
+            "got num_hashes=1152921504606846976, expected an int from 0 to 1048576",
+        ),
         (lambda data: changed_header(data, caches=None), "got caches=None, expected [{'spec'"),
         (lambda data: changed_header(data, num_blocks=2, caches=[{}]), "got caches[0]={}, expected"),
     ],

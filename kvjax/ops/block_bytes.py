@@ -39,6 +39,9 @@ MAGIC = b"KVJAXBLK"
 MAX_HEADER_BYTES = 2 * 2**20
 """Of JSON, which takes 25 times as much memory when it is parsed; room for the scales of 300 heads of 300 layers."""
 
+MAX_HASHES = 2**20
+"""32 MiB, which are read before their digest shows whether they are what was written."""
+
 CHUNK_BYTES = 16 * 2**20
 """Pages that are moved at once; at least one block of one cache."""
 
@@ -256,6 +259,10 @@ def _as_blocks(blocks: Any, caches: list[KVCache], *, least: int) -> np.ndarray:
 def _check_hashes(hashes: Sequence[bytes], num_blocks: int) -> None:
     if len(hashes) > num_blocks:
         raise KVCacheValueError(f"hashes: got {len(hashes)}, expected at most one for each of {num_blocks} blocks")
+    if len(hashes) > MAX_HASHES:
+        raise KVCacheValueError(
+            f"hashes: got {len(hashes):,}, expected at most {MAX_HASHES:,}: export fewer blocks at once"
+        )
     for index, block_hash in enumerate(hashes):
         if not isinstance(block_hash, bytes):
             raise KVCacheTypeError(f"hashes[{index}]: got {kind_of(block_hash)}, expected bytes")
@@ -315,8 +322,9 @@ def _parsed(encoded: bytearray) -> dict[str, Any]:
     num_blocks, num_hashes = header.get("num_blocks"), header.get("num_hashes")
     if type(num_blocks) is not int or num_blocks < 0:
         raise KVCacheValueError(f"source: got num_blocks={shown(num_blocks)}, expected an int of at least 0")
-    if type(num_hashes) is not int or not 0 <= num_hashes <= num_blocks:
-        raise KVCacheValueError(f"source: got num_hashes={shown(num_hashes)}, expected an int from 0 to {num_blocks}")
+    most = min(num_blocks, MAX_HASHES)
+    if type(num_hashes) is not int or not 0 <= num_hashes <= most:
+        raise KVCacheValueError(f"source: got num_hashes={shown(num_hashes)}, expected an int from 0 to {most}")
     return header
 
 

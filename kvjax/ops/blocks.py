@@ -79,7 +79,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
     byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
     place: use the returned cache. All pages are read before the first is written: without memory for them the call
-    raises, and neither cache has changed or is donated.
+    raises, and neither cache has changed or is donated. Only a device that fails while it writes, or pinned memory of
+    several devices of which NumPy views a part, leaves the destination donated and partly written.
 
     It does not wait for the copies; those of a GPU run after what the GPU was given before, and before what it is given
     next.
