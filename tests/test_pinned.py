@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from support import gpu_compile
 from support.gpu_compile import compile_for
@@ -79,6 +79,31 @@ def test_any_number_of_pages_goes_out_and_back(memory, spec, num_pairs):
     assert back.kv.sharding == cache.kv.sharding
     assert_same_bytes(page_bytes(back), expected)
     assert_same_bytes(page_bytes(swapped), after)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [P(None, None, None, "heads"), P()], ids=["heads", "nothing"])
+def test_a_mesh_of_one_device(memory, axes, axis_type):
+    """A type that shows pinned memory would have XLA on a GPU scatter on the host."""
+    mesh = jax.make_mesh((1,), ("heads",), (axis_type,), devices=[*memory.device_set])
+    spec, where = simple_spec(), NamedSharding(mesh, axes)
+    cache, host = (
+        jax.device_put(poisoned(spec, number, seed), to)
+        for number, seed, to in ((NUM_BLOCKS, 0, where), (NUM_HOST_BLOCKS, 1, where.with_memory_kind("pinned_host")))
+    )
+    own = pinned._of_one_device(host.kv.addressable_shards[0].data)
+    assert jax.typeof(own).memory_space == jax.memory.Space.Device
+    pointer = host.kv.unsafe_buffer_pointer()
+    assert own.unsafe_buffer_pointer() == pointer
+    del own
+    swapped = swap_blocks(cache, host, PAIRS)
+    assert swapped.kv.sharding == host.kv.sharding
+    assert swapped.kv.unsafe_buffer_pointer() == pointer
+    expected = copied(page_bytes(cache), page_bytes(poisoned(spec, NUM_HOST_BLOCKS, seed=1)), PAIRS)
+    back = swap_blocks(swapped, jax.device_put(poisoned(spec, NUM_BLOCKS, seed=2), where), PAIRS[:, ::-1])
+    wanted = copied(expected, page_bytes(poisoned(spec, NUM_BLOCKS, seed=2)), PAIRS[:, ::-1])
+    assert_same_bytes(page_bytes(back), wanted)
+    assert_same_bytes(page_bytes(swapped), expected)
 
 
 @pytest.mark.parametrize("layer", [None, 2, jnp.int32(0), jnp.int32(3)], ids=["all", "2", "array", "none"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "host-memory-transfer-asyncifier"}
@@ -43,20 +43,23 @@ def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | N
     `pages` are divided among devices as the array is. A block past the last is dropped; what repeated ones hold is
     unspecified.
     """
-    of_device = {shard.device: shard.data for shard in pages.addressable_shards}
+    of_device = {shard.device: _of_one_device(shard.data) for shard in pages.addressable_shards}
     shards = []
     for shard in kv.addressable_shards:
-        own = _in_device_type(shard.data)
+        own = _of_one_device(shard.data)
         shards.append(_scatter_jit(own.sharding)(own, of_device[shard.device], blocks, layer))
     return jax.make_array_from_single_device_arrays(kv.shape, kv.sharding, shards)
 
 
-def _in_device_type(kv: jax.Array) -> jax.Array:
-    """Returns a device's array, of the same memory, with the type of one in device memory.
+def _of_one_device(array: jax.Array) -> jax.Array:
+    """Returns a device's array, of the same memory, with a type that shows neither pinned memory nor a mesh.
 
-    XLA scatters into it with a kernel, in place. Where a type shows pinned memory, it scatters on the host.
+    XLA scatters into it with a kernel, in place. Where a type shows pinned memory, it scatters on the host. The shard
+    of an array on a mesh of one device is the array itself, whose `NamedSharding` would put both into the type.
     """
-    return jax.make_array_from_single_device_arrays(kv.shape, kv.sharding, [kv])
+    [device] = array.devices()
+    sharding = SingleDeviceSharding(device, memory_kind=array.sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, [array])
 
 
 def _scatter(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
