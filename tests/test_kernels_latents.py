@@ -94,6 +94,22 @@ def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, 
     assert_same_gather(spec_of(name, sizes), INPUT_DTYPES[input_dtype])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+def test_a_gather_of_rows_that_are_neighbours_in_different_blocks_only(num_tokens: int):
+    """Each sequence goes on in a block of its own where the last ended, in the middle of a program; or in no block."""
+    cache = poisoned(spec_of("nvfp4", (128, 16)))
+    table, bounds, starts = np.array([[1], [3], [-1], [0]]), np.array([0, 2, 5, 6, 8]), np.array([0, 2, 5, 6])
+    read = functools.partial(
+        gather_mla, cache, table, bounds, num_tokens=num_tokens, seq_starts=starts, dtype="bfloat16"
+    )
+    with interpret_mode(detect_races=num_tokens > 4):  # the last row's stores repeat
+        got = [np.asarray(x) for x in read(implementation="mosaic")]
+    for part, want in zip(got, read(implementation="xla"), strict=True):
+        assert_same_bytes(part, np.asarray(want))
+        assert part[0].any()
+        assert not part[5:6].any()
+
+
 def test_a_gather_of_blocks_smaller_than_a_program():
     cache = poisoned(spec_of("nvfp4", (128, 16), 2))
     read = functools.partial(gather_mla, cache, np.array([[1, 0, 3]]), np.array([0, 6]), num_tokens=7, dtype="float16")
