@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,36 @@ def test_what_numpy_views_does_not_change(memory):
     assert_same_bytes(view.view(np.uint8).reshape(before.shape), before)
 
 
+def test_an_error_of_the_runtime_is_that_of_a_view_only_if_it_says_so(memory, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU, whose runtime copies what is viewed; any other error is raised as it is."""
+    cache, host = poisoned(simple_spec(), 4), moved(poisoned(simple_spec(), 4, seed=1), memory)
+    view = "INVALID_ARGUMENT: Donation requested for buffer with external reference"
+    for message, error in ((view, KVCacheValueError), ("INTERNAL: another", jax.errors.JaxRuntimeError)):
+
+        def fails(*_: Any, message: str = message) -> jax.Array:
+            raise jax.errors.JaxRuntimeError(message)
+
+        monkeypatch.setattr(pinned, "put", fails)
+        with pytest.raises(error) as raised:
+            swap_blocks(cache, host, np.array([[0, 1]]))
+        assert type(raised.value) is error
+        assert not host.kv.is_deleted()
+
+
+def test_an_import_pads_with_no_block(memory, monkeypatch: pytest.MonkeyPatch):
+    """What a block holds that is written twice is unspecified."""
+    blocks, put = [], pinned.put
+
+    def recorded(kv: jax.Array, pages: jax.Array, to_blocks: np.ndarray, layer: Any) -> jax.Array:
+        blocks.append(to_blocks)
+        return put(kv, pages, to_blocks, layer)
+
+    monkeypatch.setattr(pinned, "put", recorded)
+    host = moved(poisoned(simple_spec(), NUM_BLOCKS), memory)
+    import_blocks(export_blocks(cache_of_16_bits(), [3, 0, 5]), host, [15, 2, 4])
+    assert [each.tolist() for each in blocks] == [[15, 2, 4, NUM_BLOCKS]]
+
+
 def test_exports_and_imports_are_those_of_device_memory(memory):
     spec = simple_spec(NVFP4)
     cache, host = poisoned(spec, NUM_BLOCKS), moved(poisoned(spec, NUM_BLOCKS), memory)
@@ -331,6 +362,12 @@ def test_a_gpu_moves_pages_by_one_kernel_without_temporary_memory(dtype, layer):
     for program in (read, written):
         assert (program.device_ops, program.temp_size) == (("fusion",), 0), program.hlo
     assert written.alias_size == written.output_size
+    # A page of a layer, or of all, is one window of a scatter whose indices do not repeat: the fast ones of docs/notes.
+    row = f"u8[{NUM_BLOCKS},{{}}]" if dtype is NVFP4 else f"u16[{NUM_BLOCKS},{{}}]"
+    row = row.format(math.prod(kv.shape[1:]) if layer is None else f"3,{math.prod(kv.shape[2:])}")
+    [scatter] = [line for line in written.hlo.splitlines() if " scatter(" in line]
+    assert f" = {row}" in scatter
+    assert "unique_indices=true" in scatter
 
 
 @pytest.mark.gpu

@@ -187,13 +187,12 @@ def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
 def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
     """Returns pages that `pages_to_host` returned, on the devices of another cache and in its order, for `put_pages`.
 
-    Padded to a power of two, with the last page.
+    Padded to a power of two, with zeros.
     """
     shares, number = _head_shares(cache), len(pages)
     stored = np.dtype(f"uint{8 * cache.kv.dtype.itemsize}")
     whole = np.zeros((1 << max(number - 1, 0).bit_length(), *cache.spec.cache_shape(1, cache.num_layers)[1:]), stored)
     whole[:number].view(np.uint8).reshape(number, -1)[...] = pages.reshape(number, -1)
-    whole[number:] = whole[number - 1]
     sharding, placed = _sharding_of_pages(cache.kv, None), whole
     if shares > 1 and not cache.spec.has_head_axis:
         placed = _regroup(jax.device_put(whole, _undivided(sharding)), cache.spec, 1, shares)
@@ -201,8 +200,8 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 
 
 def put_pages(cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
-    """Writes pages of `pages_from_host` into blocks, int32; donates the cache. The last is written again as padding."""
-    to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), mode="edge")
+    """Writes pages of `pages_from_host` into blocks, int32; donates the cache. Their padding is written nowhere."""
+    to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
     return dataclasses.replace(cache, kv=_with_pages(cache.kv, pages, to_blocks, None))
 
 
