@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "host-memory-transfer-asyncifier"}
@@ -47,7 +47,8 @@ def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | N
     shards = []
     for shard in kv.addressable_shards:
         own = _of_one_device(shard.data)
-        shards.append(_scatter_jit(own.sharding)(own, of_device[shard.device], blocks, layer))
+        with jax.set_mesh(Mesh(np.array(shard.device), ())):  # jit refuses arrays of one device of a caller's mesh
+            shards.append(_scatter_jit(own.sharding)(own, of_device[shard.device], blocks, layer))
     return jax.make_array_from_single_device_arrays(kv.shape, kv.sharding, shards)
 
 

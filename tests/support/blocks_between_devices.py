@@ -55,6 +55,8 @@ def main() -> None:
         check_out_and_back(spec, where, SingleDeviceSharding(DEVICES[2], memory_kind="pinned_host"))
         if axes != P("heads"):
             check_out_and_back(spec, where, where.with_memory_kind("pinned_host"))
+            with jax.set_mesh(mesh):
+                check_out_and_back(spec, where, where.with_memory_kind("pinned_host"))
         copied = jax.jit(kvjax.copy_blocks, donate_argnums=0)
         spread = jax.device_put(poisoned(spec, 4), NamedSharding(mesh, axes))
         expected = page_bytes(poisoned(spec, 4))
