@@ -219,7 +219,9 @@ def test_what_numpy_views_does_not_change(memory):
         swapped = swap_blocks(cache, host, pairs)
         assert_same_bytes(page_bytes(swapped), copied(page_bytes(cache), before, pairs))
     else:
-        with pytest.raises(KVCacheValueError, match=r"^kv: got an array that NumPy or another library views, "):
+        with pytest.raises(
+            KVCacheValueError, match=r"^destination\.kv: got an array that NumPy or another library views, "
+        ):
             swap_blocks(cache, host, pairs)
         assert not host.kv.is_deleted()
     assert_same_bytes(view.view(np.uint8).reshape(before.shape), before)
@@ -288,8 +290,11 @@ OPERATIONS: dict[str, Callable[[KVCache], Any]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("is_jitted", [False, True], ids=["called", "jitted"])
-def test_other_operations_refuse_it(memory, operation, is_jitted):
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_other_operations_refuse_it(memory, operation, is_jitted, is_swapped):
     cache = moved(poisoned(simple_spec(NVFP4), 4), memory)
+    if is_swapped:
+        cache = swap_blocks(poisoned(simple_spec(NVFP4), 4), cache, np.array([[0, 1]]))
     run = jax.jit(OPERATIONS[operation]) if is_jitted else OPERATIONS[operation]
     with pytest.raises(UnsupportedError) as raised:
         run(cache)
@@ -305,6 +310,7 @@ def test_traced_swaps_refuse_it(memory):
         swaps = {
             "caches": lambda caches=caches: jax.jit(swap_blocks)(*caches, pairs),
             "pairs": lambda caches=caches: jax.jit(lambda pairs: swap_blocks(*caches, pairs))(pairs),
+            "nothing": lambda caches=caches: jax.jit(lambda: swap_blocks(*caches, pairs))(),
         }
         for swap in swaps.values():
             with pytest.raises(UnsupportedError, match=f"^{name}: got a cache in memory of kind 'pinned_host'"):

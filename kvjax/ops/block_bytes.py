@@ -154,7 +154,7 @@ class StoredBlocks:
         jax.block_until_ready(placed)
         written = list(caches)
         for (i, _, chunk), of_chunk in zip(chunks, placed, strict=True):
-            written[i] = put_pages(written[i], of_chunk, numbers[chunk])
+            written[i] = put_pages(f"caches[{i}]", written[i], of_chunk, numbers[chunk])
         return written
 
     def _take(self, size: int) -> bytearray:
@@ -195,9 +195,9 @@ def import_blocks(source: Source | StoredBlocks, caches: Caches, blocks: ArrayLi
     """Writes exported blocks into blocks of caches that store the same; returns these caches.
 
     **The caches are donated**, and so written in place: use the returned ones. If the call raises, they have not
-    changed and are not donated, unless a device fails while it writes or NumPy views one of several: the pages stay in
-    host memory until their digest is checked, then on the devices until all are there. To hold less, export fewer
-    blocks at once.
+    changed and are not donated, unless a device fails while it writes or NumPy views pinned memory of theirs: the pages
+    stay in host memory until their digest is checked, then on the devices until all are there. To hold less, export
+    fewer blocks at once.
 
     Args:
       source: as in `open_blocks`, or what it returned. Bytes must end with the export.

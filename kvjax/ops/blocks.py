@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -69,7 +71,8 @@ def copy_blocks(
     if is_traced(cache.kv, pairs, layer):
         return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
     copy = _copy_donated_jit if donate else _copy_jit
-    return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
+    with _named_views("cache", cache.kv):
+        return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
 
 
 def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None) -> KVCache:
@@ -80,7 +83,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
     place: use the returned cache. All pages are read before the first is written: without memory for them the call
     raises, and neither cache has changed or is donated. Only a device that fails while it writes, or pinned memory of
-    several devices of which NumPy views a part, leaves the destination donated and partly written.
+    several devices of which another library views a part, leaves the destination donated and partly written.
 
     It does not wait for the copies; those of a GPU run after what the GPU was given before, and before what it is given
     next.
@@ -102,13 +105,13 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         NumPy array: one on a device is first copied to the host, which waits for what computes it. As in `copy_blocks`,
         a pair with a block outside its cache copies nothing, and pairs are padded to a power of two: for each pair of
         padding a page moves, too. If a cache is in pinned host memory, no padding moves: pairs are copied in parts of
-        powers of two, of which each is compiled once.
+        powers of two, of which each is compiled once, for pinned memory of several devices once for each.
       layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
         twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
-        need reordering; on a GPU, a destination that NumPy or another library views.
+        need reordering; on a GPU, a destination that another library views, as `np.asarray` of pinned memory does.
       UnsupportedError: a cache in a memory other than its device's default and pinned host memory, in the latter
         traced or divided by blocks, or a destination divided by another kind of sharding.
     """
@@ -132,7 +135,9 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     layer = _as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
-    if is_traced(source.kv, destination.kv, pairs, layer):
+    is_any_pinned = is_pinned(source.kv) or is_pinned(destination.kv)
+    # Where a traced function closes over both, what it computes is traced.
+    if is_traced(source.kv, destination.kv, pairs, layer) or (is_any_pinned and is_traced(lax.full((), 0))):
         check_cache(source, "source")  # again: a traced call takes none that is pinned
         check_cache(destination, "destination")
         if not has_same_order:
@@ -150,7 +155,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     sharding = _sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
     parts = [(from_blocks, to_blocks)]
-    if is_pinned(source.kv) or is_pinned(destination.kv):
+    if is_any_pinned:
         copied = np.flatnonzero(to_blocks < destination.num_blocks)
         parts = [(from_blocks[part], to_blocks[part]) for part in pinned.parts(copied)]
 
@@ -165,7 +170,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     pages_of_parts = [moved(from_blocks) for from_blocks, _ in parts]  # all before the destination is donated
     kv = destination.kv
     for pages, (_, to_blocks) in zip(pages_of_parts, parts, strict=True):
-        kv = _with_pages(kv, pages, to_blocks, layer)
+        kv = _with_pages("destination", kv, pages, to_blocks, layer)
     return dataclasses.replace(destination, kv=kv)
 
 
@@ -199,10 +204,10 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
     return jax.device_put(placed, sharding)
 
 
-def put_pages(cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
-    """Writes pages of `pages_from_host` into blocks, int32; donates the cache. Their padding is written nowhere."""
+def put_pages(what: str, cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
+    """Writes pages of `pages_from_host` into blocks, int32, of the cache `what`, which it donates; no padding."""
     to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
-    return dataclasses.replace(cache, kv=_with_pages(cache.kv, pages, to_blocks, None))
+    return dataclasses.replace(cache, kv=_with_pages(what, cache.kv, pages, to_blocks, None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -371,17 +376,28 @@ def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Ar
     return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
 
 
-def _with_pages(kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
-    """Returns a cache's array, which it donates, in the memory that it is in, with pages that `_taken` returned."""
-    try:
+def _with_pages(what: str, kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+    """Returns the array of the cache `what`, which it donates, in its memory, with pages that `_taken` returned."""
+    with _named_views(what, kv):
         return (pinned.put if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
+
+
+@contextlib.contextmanager
+def _named_views(what: str, kv: jax.Array) -> Iterator[None]:
+    """Names the cache that a GPU's runtime does not donate, since another library views its memory."""
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "external reference" not in str(error):
             raise
+        hint = ""
+        if is_pinned(kv):
+            hint = (
+                ". np.asarray of pinned memory is a view: look at a copy, jax.device_put(kv, jax.memory.Space.Device)"
+            )
         raise KVCacheValueError(
-            "kv: got an array that NumPy or another library views, expected one of which there is no view, for it is"
-            " donated. np.asarray of an array in pinned memory is a view: look at a copy,"
-            " jax.device_put(kv, jax.memory.Space.Device)"
+            f"{what}.kv: got an array that NumPy or another library views, expected one without views, since it is"
+            f" donated{hint}"
         ) from error
 
 

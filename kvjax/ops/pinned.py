@@ -1,4 +1,4 @@
-"""Pages of caches in pinned host memory, which kernels of a GPU read and write over the bus by themselves."""
+"""Pages of caches in pinned host memory, which kernels of a GPU read and write over the bus."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "host-memory-transfer-asyncifier"}
-"""Those of `take`. With this pass XLA copies the whole cache in, or gathers into host memory first."""
+"""`take` is compiled with them. With this pass XLA copies the whole cache in, or gathers into host memory first."""
 
 
 def parts(indices: np.ndarray) -> Iterator[np.ndarray]:
@@ -26,9 +26,7 @@ def parts(indices: np.ndarray) -> Iterator[np.ndarray]:
 def take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     """Returns pages `[num_pages, ...]` of a cache's array `kv`, as unsigned integers in device memory.
 
-    `blocks` are int32 numbers `[num_pages]` of its blocks; with `layer`, an int32 scalar, of this layer's pages. Typed
-    as one in pinned memory, as its indices are, the array is copied from by the gather's own kernel, at twice the rate
-    of a gather from an array of another type.
+    `blocks` are int32 numbers `[num_pages]` of its blocks; with `layer`, an int32 scalar, of this layer's pages.
     """
     stored = lax.bitcast_convert_type(kv, f"uint{8 * kv.dtype.itemsize}")
     index = blocks if layer is None else (blocks, layer)
@@ -49,7 +47,19 @@ def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | N
         own = _of_one_device(shard.data)
         with jax.set_mesh(Mesh(np.array(shard.device), ())):  # jit refuses arrays of one device of a caller's mesh
             shards.append(_scatter_jit(own.sharding)(own, of_device[shard.device], blocks, layer))
-    return jax.make_array_from_single_device_arrays(kv.shape, kv.sharding, shards)
+    return _in_pinned_type(kv.shape, kv.sharding, shards)
+
+
+def _in_pinned_type(shape: tuple[int, ...], sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
+    """Returns an array of shards, of the same memory, whose type shows pinned memory: a traced call refuses it.
+
+    JAX sets the memory of a type by a `NamedSharding` alone.
+    """
+    named = sharding
+    if not isinstance(sharding, NamedSharding):
+        mesh = Mesh(np.array([*sharding.device_set]), ("device",))
+        named = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+    return jax.device_put(jax.make_array_from_single_device_arrays(shape, named, shards), sharding)
 
 
 def _of_one_device(array: jax.Array) -> jax.Array:
