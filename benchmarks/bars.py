@@ -1,4 +1,4 @@
-"""Performance targets on an H200, relative to a copy, to plain CUDA, and to other rows of the same table."""
+"""Performance targets, most on an H200, relative to a copy, to plain CUDA, and to other rows of the same table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import shapes
 from benchmarks.measurement import OWN, Measurement, Rows
 from benchmarks.timing import Clock
+from kvjax import KVCacheDType
 
 BFLOAT16, FP8, NVFP4 = (dtype.value for dtype in shapes.TIMED_DTYPES)
 
@@ -152,6 +153,22 @@ def _serves(row: str = "") -> Callable[[Measurement], bool]:
     return lambda m: m.facts.get("read_ns") is not None and bool(rows := m.facts.get("rows", "")) and row in rows
 
 
+def _on(device: str) -> Callable[[Measurement], bool]:
+    """Returns a predicate for measurements on GPUs with a word in their name."""
+    return lambda m: device in str(m.subject.get("device", ""))
+
+
+def _mla_times(dtype: str, *limits: float) -> list[Bar]:
+    """Returns the bars of attention over latents in microseconds, on an H200: one per row of `_MLA_TIMED`."""
+    return [
+        Bar("mla attention", MICROSECONDS, limit, {"case": (case,), "dtype": (dtype,)}, applies=_on("H200"))
+        for case, limit in zip(_MLA_TIMED, limits, strict=True)
+    ]
+
+
+FP8_DS_MLA = KVCacheDType.FP8_DS_MLA.value
+_MLA_TIMED, _MLA_TOKENS = tuple(f"{heads}x1-64x8192" for heads in (16, 64, 128)), ("16x4-64x4096", "128x2-64x4096")
+"""Rows of attention over latents: those with bars in microseconds, and those of several query tokens."""
 WITH_SCALES = (NVFP4, *(dtype.value for dtype in shapes.PER_TOKEN_HEAD))
 _SCATTERED: Where = {"slots": (shapes.Slots.SCATTERED.value,)}
 _NHD: Where = {**_SCATTERED, "layout": ("NHD",)}
@@ -196,6 +213,14 @@ BARS = (
     Bar("ragged attention", X_FA3, 1.05, {"case": _PROMPTS, "dtype": (NVFP4,)}, IN_TORCH),
     Bar("ragged attention", X_FA3, 1.1, {"case": _PROMPTS, "dtype": (BFLOAT16,)}, IN_TORCH),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
+    Bar("mla write", OF_COPY, 0.80, {"num_tokens": (65_536,)}),
+    Bar("mla gather", OF_COPY, 0.85, {"num_tokens": (65_536,)}),
+    Bar("mla attention", X_FA3, 1.05, {"case": (*_MLA_TIMED, "128x1-8x32768"), "dtype": (BFLOAT16,)}),
+    Bar("mla attention", X_FA3, 1.0, {"case": _MLA_TOKENS, "dtype": (BFLOAT16,)}),
+    Bar("mla attention", X_BFLOAT16, 1.25, {"case": _MLA_TOKENS, "dtype": (FP8_DS_MLA, NVFP4)}),
+    *_mla_times(FP8_DS_MLA, 100, 150, 300),
+    *_mla_times(NVFP4, 85, 150, 300),
+    Bar("mla attention", X_FA3, 0.5, {"case": _MLA_TIMED[:1], "dtype": (NVFP4,)}, applies=_on("H100")),
     *(
         dataclasses.replace(bar, applies=_serves(SAME_SEQS))
         for bar in _by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED)

@@ -69,14 +69,21 @@ class _Words[Value](flags.ArgumentParser[list[Value]]):
         return values
 
 
+def define_words[Value](
+    name: str, make: Callable[[str], Value | None], expected: str, text: str
+) -> flags.FlagHolder[list[Value] | None]:
+    return flags.DEFINE(_Words(make, expected), name, None, text)
+
+
 def define_numbers(name: str, text: str, *, least: int) -> flags.FlagHolder[list[int] | None]:
     expected = f"expected numbers of at least {least} with commas between them"
-    words = _Words(lambda word: int(word) if word.isdecimal() and int(word) >= least else None, expected)
-    return flags.DEFINE(words, name, None, text)
+    return define_words(
+        name, lambda word: int(word) if word.isdecimal() and int(word) >= least else None, expected, text
+    )
 
 
 def define_some[Value](name: str, of: Mapping[str, Value], text: str) -> flags.FlagHolder[list[Value] | None]:
-    return flags.DEFINE(_Words(of.get, f"expected some of {[*of]}"), name, None, text)
+    return define_words(name, of.get, f"expected some of {[*of]}", text)
 
 
 def define_dtypes(of: Iterable[KVCacheDType]) -> flags.FlagHolder[list[KVCacheDType] | None]:

@@ -29,18 +29,20 @@ from support.helpers import FEW_DTYPES, each_case, matrix
 from benchmarks import bars, compare, output, serving, shapes, tables, timing, workload, write
 from benchmarks.measurement import EVERY_FIELD, Measurement, Rows, read
 from benchmarks.peers import cuda, serves_torch, writes
+from benchmarks.peers.attends_mla import MLAJob
 from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.serving import LLAMA_8B, TINY, ServeJob
-from benchmarks.shapes import TIMED_DTYPES, Slots
+from benchmarks.shapes import TIMED_DTYPES, MLARow, Slots
 from benchmarks.timing import Clock
 from benchmarks.workload import WriteJob
 from examples import llama
-from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache
+from kvjax import STORED_KV_CACHE_DTYPES, CacheLayout, KVCache, KVCacheDType
 
 ROOT = Path(__file__).parents[1]
 BFLOAT16, FP8, NVFP4 = TIMED_DTYPES
+FP8_DS_MLA = KVCacheDType.FP8_DS_MLA
 NHD, HND = CacheLayout
 SMALL = shapes.Case("small", 2, 32)
 
@@ -452,6 +454,34 @@ def test_verdicts_of_attention():
         (step("shared-prefix", 180.0), ["3.00 times as fast as without cascade: pass"]),
         (step("shared-prefix", 540.0, "kvjax without cascade"), []),
     )
+
+
+def test_verdicts_of_attention_over_latents(monkeypatch):
+    def attention(row, dtype, us, peer="kvjax") -> Measurement:
+        return timed("mla attention", MLAJob(MLARow.of(row), dtype), us, peer)
+
+    def on(device) -> None:
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=f"NVIDIA {device}")])
+
+    on("H200")
+    assert_verdicts(
+        (attention("16x1-64x8192", BFLOAT16, 152.0, "FlashInfer FA3"), []),
+        (attention("16x1-64x8192", BFLOAT16, 162.0), ["1.07 x FlashInfer FA3 bf16: falls short"]),
+        (attention("16x1-64x8192", FP8, 90.0), []),
+        (attention("16x1-64x8192", FP8_DS_MLA, 99.0), ["99.00 us: pass"]),
+        (attention("64x1-64x8192", NVFP4, 151.0), ["151.00 us: falls short"]),
+        (attention("16x4-64x4096", BFLOAT16, 100.0), ["-"]),  # without FlashInfer
+        (attention("16x4-64x4096", NVFP4, 120.0), ["1.20 x bf16: pass"]),
+        (attention("8x1-64x8192", BFLOAT16, 150.0), []),  # chosen by a flag
+    )
+    on("H100 80GB HBM3")
+    assert_verdicts(
+        (attention("16x1-64x8192", BFLOAT16, 220.0, "FlashInfer FA3"), []),
+        (attention("16x1-64x8192", NVFP4, 110.0), ["0.50 x FlashInfer FA3 bf16: pass"]),
+        (attention("16x1-64x8192", FP8_DS_MLA, 150.0), []),
+    )
+    held = {name for bar in bars.BARS if bar.operation == "mla attention" for name in bar.where["case"]}
+    assert held == {row.name for row in shapes.MLA_ROWS}
 
 
 def test_verdicts_of_serving():

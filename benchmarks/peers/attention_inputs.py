@@ -104,7 +104,57 @@ class AttentionJob:
         return min(-(-workload.sizes().rotation_bytes // self.page_bytes), workload.MAX_BATCHES)
 
 
-class AttentionInputs:
+class CheckedInputs:
+    """Inputs with expected results.
+
+    Attributes:
+      result_shape: The shape of a result. Peers may add or leave out dimensions of size 1.
+      sampled: Indices to check along the result's first dimension.
+    """
+
+    result_shape: tuple[int, ...]
+    sampled: np.ndarray
+
+    @property
+    def expected(self) -> np.ndarray:
+        """The expected result for the sampled queries, float64."""
+        raise NotImplementedError
+
+    def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
+        """Compares a result with that of XLA.
+
+        Args:
+          attended: The result.
+          most: The maximum accepted error.
+          factor: A factor to multiply the result by.
+
+        Returns:
+          The root mean square of the sampled tokens' relative errors.
+
+        Raises:
+          AssertionError: If the error exceeds `most`, or an element is NaN or infinite.
+        """
+        got = np.asarray(attended).reshape(self.result_shape)
+        if not np.isfinite(got).all():
+            wrong = np.count_nonzero(~np.isfinite(got))
+            raise AssertionError(f"{wrong:,} of {got.size:,} elements are NaN or infinite")
+        deviation = factor * got[self.sampled].astype(np.float64) - self.expected
+        errors = np.linalg.norm(deviation, axis=(-2, -1)) / np.linalg.norm(self.expected, axis=(-2, -1))
+        apart = np.sqrt(np.mean(errors**2))
+        if not apart <= most:
+            raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
+        return {"error": float(apart)}
+
+    def run_in_torch(self, call: Callable[[int], Any], *, most: float, factor: float = 1.0) -> Run:
+        """Returns the run of a torch peer, which checks its results."""
+
+        def check(attended: Any) -> dict[str, float]:
+            return self.check(attended.float().cpu().numpy(), most=most, factor=factor)
+
+        return Run(call, check, in_torch.wait)
+
+
+class AttentionInputs(CheckedInputs):
     """Inputs of one job.
 
     Attributes:
@@ -117,6 +167,7 @@ class AttentionInputs:
 
     def __init__(self, job: AttentionJob) -> None:
         self.job, row = job, job.row
+        self.result_shape, self.sampled = job.query_shape, job.sampled
         rng = np.random.default_rng(2)
         pages = filled_pages(job.spec)
         self.source = jax.device_put(rng.integers(pages.num_blocks, size=row.num_blocks, dtype=np.int32))
@@ -163,39 +214,6 @@ class AttentionInputs:
         query = self.query[self.job.sampled].astype(jnp.float32)
         attended = reference(self.job).result()(query, self.caches[0], *self.sampled_sequences, **workload.scales())
         return np.asarray(attended, np.float64)
-
-    def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
-        """Compares a result with that of XLA.
-
-        Args:
-          attended: The result; its shape may differ from the query's in dimensions of size 1.
-          most: The maximum accepted error.
-          factor: A factor to multiply the result by.
-
-        Returns:
-          The root mean square of the sampled tokens' relative errors.
-
-        Raises:
-          AssertionError: If the error exceeds `most`, or an element is NaN or infinite.
-        """
-        got = np.asarray(attended).reshape(self.job.query_shape)
-        if not np.isfinite(got).all():
-            wrong = np.count_nonzero(~np.isfinite(got))
-            raise AssertionError(f"{wrong:,} of {got.size:,} elements are NaN or infinite")
-        deviation = factor * got[self.job.sampled].astype(np.float64) - self.expected
-        errors = np.linalg.norm(deviation, axis=(-2, -1)) / np.linalg.norm(self.expected, axis=(-2, -1))
-        apart = np.sqrt(np.mean(errors**2))
-        if not apart <= most:
-            raise AssertionError(f"the result is {apart:.2%} off, expected at most {most:.2%}")
-        return {"error": float(apart)}
-
-    def run_in_torch(self, call: Callable[[int], Any], *, most: float, factor: float = 1.0) -> Run:
-        """Returns the run of a torch peer, which checks its results."""
-
-        def check(attended: Any) -> dict[str, float]:
-            return self.check(attended.float().cpu().numpy(), most=most, factor=factor)
-
-        return Run(call, check, in_torch.wait)
 
 
 @functools.cache
@@ -264,14 +282,14 @@ def attention(job: AttentionJob, implementation: str | None, **options: Any) -> 
     row, cache = job.row, workload.cache_struct(job.spec, job.row.num_blocks)
     if not row.is_step:
         return paged(job, job.query, implementation, **options)
-    table, lengths = _indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), _indices(row.num_seqs)
+    table, lengths = indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), indices(row.num_seqs)
     if row.prefix_len:
         attend = functools.partial(shared_prefix_attention, implementation=implementation)
-        numbers = _indices(row.prefix_blocks), table, lengths
+        numbers = indices(row.prefix_blocks), table, lengths
     else:
         options = job.limits | row.options | options
         attend = functools.partial(kvjax.ragged_paged_attention, **options, implementation=implementation)
-        numbers = table, lengths, _indices(row.num_seqs + 1)
+        numbers = table, lengths, indices(row.num_seqs + 1)
     return compiling(attend, job.query, cache, *numbers, **workload.scales())
 
 
@@ -292,9 +310,9 @@ def _paged(
     spec: AttentionSpec, num_blocks: int, blocks_a_seq: int, query: jax.ShapeDtypeStruct, **options: Any
 ) -> Future[Any]:
     attend = functools.partial(kvjax.paged_attention, **options)
-    table, lengths = _indices(query.shape[0], blocks_a_seq), _indices(query.shape[0])
+    table, lengths = indices(query.shape[0], blocks_a_seq), indices(query.shape[0])
     return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
 
 
-def _indices(*shape: int) -> jax.ShapeDtypeStruct:
+def indices(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
