@@ -35,7 +35,7 @@ class Measure:
     at_least: bool = False  # whether a bar is a minimum instead of a maximum
 
 
-def by(peer: str, **changes: str) -> Other:
+def by(peer: str, **changes: str | int) -> Other:
     """Selects the same measurement by `peer`, with `changes` to its subject."""
     return lambda m, rows: rows.like(m, peer=peer, **changes)
 
@@ -73,7 +73,8 @@ def _base_row(m: Measurement, rows: Rows) -> Measurement | None:
 
 
 def _of_tokens(m: Measurement, rows: Rows) -> float | None:
-    most = [each for each in rows.find(OWN, dtype=BFLOAT16) if MAX_SEQS in each.facts.get("rows", "")]
+    same = {key: value for key, value in m.subject.items() if key in ("case", "devices")}
+    most = [each for each in rows.find(OWN, **same, dtype=BFLOAT16) if MAX_SEQS in each.facts.get("rows", "")]
     return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
 
 
@@ -103,6 +104,8 @@ X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
 X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, at_least=True)
 X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
+X_ONE_DEVICE = multiple("x one device", by(OWN, devices=1))
+DISPATCH = _of_fact("of a step in its dispatch", "dispatch_ns", lambda m, ns: ns / 1e9 / m.seconds, "{:.1%}")
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
 type Where = Mapping[str, Collection[object]]  # fields and their allowed values
@@ -148,9 +151,17 @@ def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: 
     return [Bar("write", OF_COPY, limit, {**fields, "dtype": dtype}) for dtype, limit in dtypes]
 
 
-def _serves(row: str = "") -> Callable[[Measurement], bool]:
-    """Returns a predicate for serving measurements of a named row (any by default) that have a reading time."""
-    return lambda m: m.facts.get("read_ns") is not None and bool(rows := m.facts.get("rows", "")) and row in rows
+def _serves(row: str = "", *, divided: bool = False) -> Callable[[Measurement], bool]:
+    """Returns a predicate for serving measurements of a named row (any by default) that have a reading time.
+
+    They are of one device, or of a model divided among several.
+    """
+
+    def applies(m: Measurement) -> bool:
+        rows, is_divided = m.facts.get("rows", ""), m.subject.get("devices", 1) > 1
+        return m.facts.get("read_ns") is not None and bool(rows) and row in rows and is_divided == divided
+
+    return applies
 
 
 def _on(device: str) -> Callable[[Measurement], bool]:
@@ -230,6 +241,12 @@ BARS = (
     Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),
     Bar("serve", X_READING, 1.15, {"dtype": (BFLOAT16,)}, applies=_serves()),
     Bar("serve", EXPOSED, 0.05, applies=_serves()),
+    *(
+        dataclasses.replace(bar, applies=_serves(SAME_SEQS, divided=True))
+        for bar in _by_dtype("serve", X_ONE_DEVICE, 0.60, 0.64, 0.68, devices=(2,))
+    ),
+    Bar("serve", EXPOSED, 0.05, applies=_serves(divided=True)),
+    Bar("serve", DISPATCH, 0.90, applies=_serves(divided=True)),  # the devices do not wait for the host
 )
 
 

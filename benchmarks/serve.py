@@ -14,8 +14,8 @@ from typing import Any
 
 from absl.testing import absltest
 
-from benchmarks import output, serving, shapes, timing, workload
-from benchmarks.measurement import OWN, Measurement, plain
+from benchmarks import bars, output, serving, shapes, timing, workload
+from benchmarks.measurement import OWN, Measurement, Rows, plain
 from benchmarks.peers import in_torch, read, serves_dense, serves_torch
 from benchmarks.serving import Scenario, ServeJob
 from benchmarks.timing import Timing
@@ -39,26 +39,25 @@ type Served = tuple[Timing, Mapping[str, Any]]
 
 class ServeBenchmark(output.Program):
     def test_1_steps(self) -> None:
-        of, rows = serving.scenario(), ROWS.value or [*serving.ROWS.values()]
+        of, rows, counts = serving.scenario(), ROWS.value or [*serving.ROWS.values()], serving.device_counts()
         wanted = serving.jobs(of, dtypes(), rows)
-        if serving.DEVICES.value > 1:
+        if serving.DEVICES.value:
             for name, got in (("exact_windows", WINDOWS.value), ("peers", PEERS.value)):
                 if got not in (None, [OWN]):
-                    raise ValueError(
-                        f"{name}: got {got} with several --devices, on which kvjax's pages alone are served"
-                    )
-        peers = PEERS.value or (PEER_NAMES[:2] if serving.DEVICES.value == 1 else [OWN])
+                    raise ValueError(f"{name}: got {got} with --devices, on which kvjax's pages alone are served")
+        peers = PEERS.value or ([OWN] if serving.DEVICES.value else PEER_NAMES[:2])
         own = wanted if OWN in peers else []
         dense = [job for job in wanted if serves_dense.serves(job)] if serves_dense.NAME in peers else []
         windowed = {
             f"{OWN}, {size} exact": serving.jobs(of, [each for each in dtypes() if each.is_quantized], rows, size)
             for size in ((WINDOWS.value or []) if own else [])
         }
-        compile_ahead(of, [*own, *itertools.chain.from_iterable(windowed.values())], dense)
+        divided = [serving.jobs(of, dtypes(), rows, devices=count) for count in counts[1:]]
+        compile_ahead(of, [*own, *itertools.chain.from_iterable([*windowed.values(), *divided])], dense)
         rate = reading_rate()
         if rate is not None:
             self.results.facts["reading"] = f"{rate / 1e9:,.0f} GB/s"
-        for name, own_jobs in ((OWN, own), *windowed.items()):
+        for name, own_jobs in ((OWN, own), *windowed.items(), *((OWN, jobs) for jobs in divided)):
             self.measure(name, own_jobs, rate, serving.serve)
         self.measure(serves_dense.NAME, dense, rate, lambda job: (serves_dense.serve(job), {}))
         for name in serves_torch.NAMES:
@@ -75,11 +74,11 @@ class ServeBenchmark(output.Program):
         if serving.PROMPTS not in (ROWS.value or serving.ROWS.values()) or OWN not in (PEERS.value or PEER_NAMES):
             return
         of = serving.scenario()
-        for dtype in dtypes():
-            with self.subTest(dtype=dtype.value):
+        for job in prompt_jobs(of):
+            with self.subTest(**plain(job.subject)):
                 gc.collect()
-                seconds, mixed, decodes = serving.serve_prompts(of, dtype)
-                subject = {**ServeJob(of, dtype, of.same).subject, "seq_len": of.prompt_len + of.num_new_tokens}
+                seconds, mixed, decodes = serving.serve_prompts(job)
+                subject = {**job.subject, "seq_len": of.prompt_len + of.num_new_tokens}
                 number = 2 * of.same
                 facts = {
                     "generated_a_second": round(number * of.num_new_tokens / seconds),
@@ -99,11 +98,20 @@ class ServeBenchmark(output.Program):
                     times, facts = found
                     known = {"rows": job.rows, "tokens_a_second": round(job.num_seqs / times.seconds), **facts}
                     known |= {} if rate is None else {"read_ns": round(job.bytes_moved / rate * 1e9)}
-                    self.results.add(Measurement("serve", job.subject, name, times, job.bytes_moved, facts=known))
+                    m = Measurement("serve", job.subject, name, times, job.bytes_moved, facts=known)
+                    if job.devices > 1:
+                        m.facts["x_one_device"] = bars.X_ONE_DEVICE.value(m, Rows(self.results.measurements))
+                    self.results.add(m)
 
 
 def dtypes() -> Sequence[KVCacheDType]:
     return DTYPES.value or shapes.TIMED_DTYPES
+
+
+def prompt_jobs(of: Scenario) -> list[ServeJob]:
+    """The jobs of requests with prompts, by number of devices."""
+    every = itertools.product(serving.device_counts(), dtypes())
+    return [ServeJob(of, dtype, of.same, devices=count) for count, dtype in every]
 
 
 def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> None:
@@ -111,7 +119,7 @@ def compile_ahead(of: Scenario, own: list[ServeJob], dense: list[ServeJob]) -> N
     programs = [serving.program(job, job.blocks_a_seq) for job in own]
     programs += [serves_dense.program(of, job.num_seqs) for job in dense]
     if own and serving.PROMPTS in (ROWS.value or serving.ROWS.values()):
-        programs += [each for dtype in dtypes() for each in serving.prompt_programs(of, dtype).values()]
+        programs += [each for job in prompt_jobs(of) for each in serving.prompt_programs(job).values()]
     concurrent.futures.wait(programs)
 
 

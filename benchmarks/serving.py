@@ -27,11 +27,14 @@ from examples.engine import Engine
 from examples.llama import Llama3Scaling, ModelConfig
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 
-DEVICES = flags.DEFINE_integer("devices", 1, "devices that divide the heads of a model", lower_bound=1)
+DEVICES = output.define_numbers(
+    "devices", "also serve with the heads of the model divided among so many devices (default: one device)", least=1
+)
 AXIS = "tensor"
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
 ROWS = {"same": SAME_SEQS, "most": MAX_SEQS, "others": OTHERS, "prompts": PROMPTS}  # by flag value
+SPARE_BYTES = 6 << 30  # of a device, for what is neither weights nor caches
 HIDDEN_ERROR = 2**-5
 """Maximum relative RMS error of the hidden states after two layers, with respect to XLA. Hidden states are bfloat16
 with 8 bits of precision, and a dozen operations round to it."""
@@ -66,17 +69,31 @@ class Scenario:
         window = 0 if exact_window is None else kvjax.ExactWindow.num_bytes(spec, 1, exact_window)
         return num_layers * (self.seq_len // BLOCK_SIZE * spec.page_size_bytes + window)
 
-    def most(self, dtype: KVCacheDType, exact_window: int | None = None) -> int:
-        return self.cache_bytes // self.bytes_a_sequence(dtype, exact_window)
+    def most(self, dtype: KVCacheDType, exact_window: int | None = None, devices: int = 1) -> int:
+        return devices * self.cache_bytes // self.bytes_a_sequence(dtype, exact_window)
+
+    @property
+    def parameter_bytes(self) -> int:
+        leaves = jax.tree.leaves(llama.parameter_shapes(self.config), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        return sum(int(np.prod(leaf)) for leaf in leaves) * workload.INPUT_DTYPE.itemsize
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: all except a separate embedding table."""
-        shapes = dict(llama.parameter_shapes(self.config))
-        if "unembedding" in shapes:
-            del shapes["embedding"]
-        leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-        return sum(int(np.prod(leaf)) for leaf in leaves) * workload.INPUT_DTYPE.itemsize
+        table = self.config.vocab_size * self.config.hidden_size * workload.INPUT_DTYPE.itemsize
+        return self.parameter_bytes - (0 if self.config.tie_word_embeddings else table)
+
+    def with_layers(self, number: int) -> Scenario:
+        """Returns the model with its first layers, named after their number if that is not all."""
+        if number > (every := self.config.num_hidden_layers):
+            raise ValueError(f"layers: got {number}, expected at most the {every} of {self.name}")
+        name = self.name if number == every else f"{self.name}, {number} of {every} layers"
+        return dataclasses.replace(self, name=name, config=dataclasses.replace(self.config, num_hidden_layers=number))
+
+    def fits(self, memory: int) -> bool:
+        """Whether a device holds the weights and `same` sequences in bfloat16, besides what a step needs."""
+        caches = self.same * self.bytes_a_sequence(KVCacheDType.BFLOAT16)
+        return self.parameter_bytes + caches + SPARE_BYTES <= memory
 
 
 LLAMA_8B = Scenario(
@@ -91,11 +108,23 @@ LLAMA_8B = Scenario(
     num_new_tokens=128,
     chunk=512,
 )
+LLAMA_70B = dataclasses.replace(
+    LLAMA_8B,
+    name="llama-3.1-70b",
+    config=dataclasses.replace(
+        LLAMA_8B.config,
+        hidden_size=8_192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+    ),
+)
+MODELS = {each.name: each for each in (LLAMA_8B, LLAMA_70B)}
 TINY = Scenario(
     "tiny",
-    ModelConfig(256, 64, 96, 2, 4, 2, 16),
+    ModelConfig(256, 64, 96, 2, 16, 8, 16),
     seq_len=64,
-    cache_bytes=48 << 10,
+    cache_bytes=192 << 10,
     same=2,
     others=(1,),
     tail=16,
@@ -105,19 +134,54 @@ TINY = Scenario(
 )
 
 
+MODEL = flags.DEFINE_enum("model", LLAMA_8B.name, [*MODELS], "whose shape is served")
+LAYERS = flags.DEFINE_integer(
+    "layers", None, "layers of the model (default: as many as one device holds, with pages in bfloat16)", lower_bound=1
+)
+
+
 def scenario() -> Scenario:
-    """Returns the full model on a GPU, otherwise a tiny one for smoke tests."""
-    return LLAMA_8B if workload.is_gpu() and not output.SMOKE.value else TINY
+    """Returns the model that flags ask for on a GPU, otherwise a tiny one for smoke tests."""
+    if not workload.is_gpu() or output.SMOKE.value:
+        return TINY.with_layers(LAYERS.value or TINY.config.num_hidden_layers)
+    return fitted(MODELS[MODEL.value], jax.devices()[0].memory_stats()["bytes_limit"])
+
+
+def fitted(of: Scenario, memory: int) -> Scenario:
+    """Returns what one device of so many bytes serves, so that several are compared with it.
+
+    Several devices serve twice the sequences if one holds them with the smallest model.
+    """
+    if DEVICES.value and dataclasses.replace(LLAMA_8B, same=2 * of.same).fits(memory):
+        of = dataclasses.replace(of, same=2 * of.same)
+    numbers = [LAYERS.value] if LAYERS.value else range(of.config.num_hidden_layers, 0, -1)
+    parts = [of.with_layers(number) for number in numbers]
+    part = next((each for each in parts if each.fits(memory)), parts[-1])
+    if DEVICES.value or part.name != of.name:
+        return dataclasses.replace(part, cache_bytes=part.same * part.bytes_a_sequence(KVCacheDType.BFLOAT16))
+    return part
+
+
+def device_counts() -> list[int]:
+    """The numbers of devices that serve, one first; `ValueError` if there are fewer."""
+    numbers = sorted({1, *(DEVICES.value or [])})
+    if numbers[-1] > (there := jax.device_count()):
+        raise ValueError(f"devices: got {numbers[-1]}, expected at most the {there} of this machine")
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeJob:
-    """One number of full sequences to decode, in one dtype, with exact windows of a size beside it or without."""
+    """One number of full sequences to decode, in one dtype, with exact windows of a size beside it or without.
+
+    Several devices divide the heads.
+    """
 
     of: Scenario
     dtype: KVCacheDType
     num_seqs: int
     exact_window: int | None = None
+    devices: int = 1
 
     @property
     def spec(self) -> AttentionSpec:
@@ -134,12 +198,12 @@ class ServeJob:
     @property
     def rows(self) -> str:
         """The names of the table rows that this job belongs to, as in files."""
-        names = {MAX_SEQS: self.of.most(self.dtype, self.exact_window), SAME_SEQS: self.of.same}
+        names = {MAX_SEQS: self.of.most(self.dtype, self.exact_window, self.devices), SAME_SEQS: self.of.same}
         return ", ".join(name for name, number in names.items() if number == self.num_seqs)
 
     @property
     def subject(self) -> dict[str, Any]:
-        several = {} if DEVICES.value == 1 else {"devices": DEVICES.value}
+        several = {"devices": self.devices} if DEVICES.value else {}
         return {
             "case": self.of.name,
             **several,
@@ -157,63 +221,75 @@ class ServeJob:
         tokens = (self.exact_window or 0) * self.num_seqs
         of_layer = pages * self.spec.real_page_size_bytes
         of_layer += tokens * self.spec.num_kv_heads * sum(self.spec.head_sizes) * workload.INPUT_DTYPE.itemsize
-        return (self.of.weight_bytes + self.of.config.num_hidden_layers * of_layer) // DEVICES.value
+        return (self.of.weight_bytes + self.of.config.num_hidden_layers * of_layer) // self.devices
 
 
 def jobs(
-    of: Scenario, dtypes: Sequence[KVCacheDType], rows: Sequence[str], exact_window: int | None = None
+    of: Scenario,
+    dtypes: Sequence[KVCacheDType],
+    rows: Sequence[str],
+    exact_window: int | None = None,
+    devices: int = 1,
 ) -> list[ServeJob]:
     """Returns the jobs of the requested rows by dtype, fewest sequences first."""
     found = []
     for dtype in dtypes:
-        most = of.most(dtype, exact_window)
+        most = of.most(dtype, exact_window, devices)
         numbers = {of.same} if SAME_SEQS in rows else set()
         numbers |= {most} if MAX_SEQS in rows else set()
         numbers |= {number for number in of.others if number < most} if OTHERS in rows else set()
-        found += [ServeJob(of, dtype, number, exact_window) for number in sorted(numbers)]
+        found += [ServeJob(of, dtype, number, exact_window, devices) for number in sorted(numbers)]
     return found
 
 
 @functools.cache
-def mesh() -> Mesh | None:
+def mesh(devices: int) -> Mesh | None:
     """The devices that divide a model; None for one device."""
-    if DEVICES.value == 1:
-        return None
-    return jax.make_mesh((DEVICES.value,), (AXIS,), axis_types=(AxisType.Auto,))
+    return None if devices == 1 else jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def placed(*axes: str | None) -> NamedSharding | None:
+def placed(devices: int, *axes: str | None) -> NamedSharding | None:
     """Where arrays are that `axes` divide, without axes on every device; None on one device."""
-    return None if (devices := mesh()) is None else NamedSharding(devices, P(*axes))
+    return None if (over := mesh(devices)) is None else NamedSharding(over, P(*axes))
 
 
-def by_heads() -> NamedSharding | None:
+def by_heads(devices: int) -> NamedSharding | None:
     """Where pages are, divided by heads; None on one device."""
-    return placed(None, None, None, AXIS)
+    return placed(devices, None, None, None, AXIS)
 
 
-@functools.cache
-def params(of: Scenario) -> llama.Params:
+def param_structs(of: Scenario, devices: int) -> llama.Params:
+    """The shapes of the parameters, and where they are."""
+    shapes, axes = llama.parameter_shapes(of.config), llama.parameter_axes(of.config, AXIS)
+
+    def struct(shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, workload.INPUT_DTYPE, sharding=placed(devices, *spec))
+
+    return jax.tree.map(struct, shapes, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+@functools.lru_cache(maxsize=1)  # no device holds those of two models
+def params(of: Scenario, devices: int) -> llama.Params:
     make = functools.partial(llama.random_params, of.config, dtype=workload.INPUT_DTYPE)
-    if (devices := mesh()) is None:
+    if devices == 1:
         return make(jax.random.key(0))
-    shardings = jax.tree.map(lambda spec: NamedSharding(devices, spec), llama.parameter_axes(of.config, AXIS))
+    shardings = jax.tree.map(lambda struct: struct.sharding, param_structs(of, devices))
     return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
 
 
-def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any) -> Callable[..., Any]:
+def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any, devices: int) -> Callable[..., Any]:
     """A function of `(params, tokens, previous, step, caches)` or without `previous`, on the devices of `mesh`.
 
     It takes and returns caches; `out` is the spec of what it returns besides.
     """
-    devices = mesh()
-    if devices is None:
+    over = mesh(devices)
+    if over is None:
         return run
     caches = jax.tree.map(lambda cache: cache.partition_specs, caches, is_leaf=lambda each: isinstance(each, KVCache))
 
     def call(*args: Any) -> Any:
         specs = llama.parameter_axes(config, AXIS), *[P()] * (len(args) - 2), caches
-        mapped: Any = jax.shard_map(run, mesh=devices, in_specs=specs, out_specs=(out, caches), check_vma=False)
+        mapped: Any = jax.shard_map(run, mesh=over, in_specs=specs, out_specs=(out, caches), check_vma=False)
         return mapped(*args)
 
     return call
@@ -224,48 +300,58 @@ def implementation() -> str | None:
     return output.IMPLEMENTATION.value or ("mosaic" if workload.is_gpu() else None)
 
 
-def ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed())
+def ints(devices: int, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed(devices))
 
 
-def step_struct(num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False) -> kvjax.StepMetadata:
+def step_struct(
+    num_tokens: int, num_seqs: int, max_blocks: int, *, has_windows: bool = False, devices: int = 1
+) -> kvjax.StepMetadata:
     shapes = {"block_table": (num_seqs, max_blocks), "seq_lens": (num_seqs,), "cu_q_lens": (num_seqs + 1,)}
     shapes |= {"slot_mapping": (num_tokens,)} | ({"window_rows": (num_seqs,)} if has_windows else {})
-    return kvjax.StepMetadata(**{name: ints(*shape) for name, shape in shapes.items()})
+    return kvjax.StepMetadata(**{name: ints(devices, *shape) for name, shape in shapes.items()})
 
 
 @functools.cache
 def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     """Compiles a step of a model: `(params, tokens, previous, step, caches)`."""
-    of, num_seqs = job.of, job.num_seqs
+    of, num_seqs, devices = job.of, job.num_seqs, job.devices
     num_tokens = num_seqs if max_q_len == 1 else num_seqs + max_q_len
-    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks, by_heads())
+    cache: Any = workload.cache_struct(job.spec, num_seqs * max_blocks, by_heads(devices))
     if job.exact_window:
         window = functools.partial(kvjax.ExactWindow.allocate, job.spec, num_seqs, job.exact_window)
         cache = llama.Windowed(cache, jax.eval_shape(window))
-    step = step_struct(num_tokens, num_seqs, max_blocks, has_windows=job.exact_window is not None)
+    has_windows = job.exact_window is not None
+    step = step_struct(num_tokens, num_seqs, max_blocks, has_windows=has_windows, devices=devices)
     options = {"max_q_len": max_q_len, "max_prompts": int(max_q_len > 1), "implementation": implementation()}
     caches = (cache,) * of.config.num_hidden_layers
-    run = functools.partial(llama.greedy_step, **own_part(of.config), **options)
-    jitted = jax.jit(divided(run, of.config, caches, P()), donate_argnums=4)
-    return compiling(jitted, params(of), ints(num_tokens), ints(num_seqs), step, caches)
+    run = functools.partial(llama.greedy_step, **own_part(of.config, devices), **options)
+    jitted = jax.jit(divided(run, of.config, caches, P(), devices), donate_argnums=4)
+    numbers = ints(devices, num_tokens), ints(devices, num_seqs)
+    return compiling(jitted, param_structs(of, devices), *numbers, step, caches)
 
 
-def own_part(config: ModelConfig) -> dict[str, Any]:
+def own_part(config: ModelConfig, devices: int) -> dict[str, Any]:
     """The arguments `config` and `axis` of a device's part of a model."""
-    return {"config": llama.share(config, DEVICES.value), "axis": None if mesh() is None else AXIS}
+    return {"config": llama.share(config, devices), "axis": None if devices == 1 else AXIS}
 
 
 class Running:
-    """Launches the compiled steps of a model; `last` holds the tokens and metadata of the last step."""
+    """Launches the compiled steps of a model.
+
+    `last` holds the tokens and metadata of the last step, `dispatches` the seconds that each launch took the host.
+    """
 
     def __init__(self, weights: llama.Params, programs: Mapping[int, Any]) -> None:
         self.weights, self.programs = weights, programs
         self.last: tuple[Any, kvjax.StepMetadata] | None = None
+        self.dispatches: list[float] = []
 
     def __call__(self, tokens: Any, previous: Any, step: Any, caches: Any, *, max_q_len: int, **_: int) -> Any:
-        self.last = tokens, step
-        return self.programs[max_q_len](self.weights, tokens, previous, step, caches)
+        self.last, start = (tokens, step), time.perf_counter()
+        launched = self.programs[max_q_len](self.weights, tokens, previous, step, caches)
+        self.dispatches.append(time.perf_counter() - start)
+        return launched
 
 
 class TimedEngine(Engine):
@@ -280,15 +366,15 @@ class TimedEngine(Engine):
         return super()._read(following, giving)
 
 
-def filled_caches(of: Scenario, dtype: KVCacheDType, num_blocks: int) -> tuple[KVCache, ...]:
+def filled_caches(job: ServeJob, num_blocks: int) -> tuple[KVCache, ...]:
     """Returns caches of normal random numbers; each layer is a random selection of distinct pages."""
-    spec, rng = of.spec(dtype), np.random.default_rng(3)
-    own = dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // DEVICES.value)
+    of, spec, rng = job.of, job.spec, np.random.default_rng(3)
+    own = dataclasses.replace(spec, num_kv_heads=spec.num_kv_heads // job.devices)
     pages = filled_pages(own, scaled=False)
     sources = [
         rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
     ]
-    if (sharding := by_heads()) is None:
+    if (sharding := by_heads(job.devices)) is None:
         return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
     taken = (take_pages(pages.kv, source) for source in sources)
     return tuple(KVCache(workload.on_each_device(kv, sharding), spec, sharding) for kv in taken)
@@ -300,7 +386,7 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     The pool knows the prompts, so the engine finds their blocks as for any cached prefix. The blocks of the sequences
     are interleaved, as in a server. Rows of exact windows are filled in the first step.
     """
-    weights = params(job.of)
+    weights = params(job.of, job.devices)
     run = Running(weights, {1: program(job, job.blocks_a_seq).result()})
     pool = kvjax.BlockPool(job.num_blocks, BLOCK_SIZE)
     number, num_cached = job.num_seqs, job.of.seq_len - job.of.tail
@@ -311,13 +397,13 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
     for sequence, prompt in zip(stored, ids, strict=True):
         sequence.commit(prompt[:-1])
         sequence.free()
-    caches: Any = filled_caches(job.of, job.dtype, job.num_blocks)
+    caches: Any = filled_caches(job, job.num_blocks)
     windows = None
     if job.exact_window:
         caches = llama.with_exact_windows(caches, number, job.exact_window)
         windows = kvjax.WindowRows(caches[0].window), llama.fill_windows
     sizes: dict[str, Any] = {"num_seqs": [number], "max_blocks": job.blocks_a_seq, "chunk": number}
-    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=placed())
+    engine = TimedEngine(run, caches, pool, **sizes, max_prompts=number, windows=windows, sharding=placed(job.devices))
     for prompt in ids:
         engine.submit(prompt.tolist(), job.of.tail - 1)
     return engine, run
@@ -328,7 +414,8 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
 
     Returns:
       Times from one step's tokens to the next step's, and facts: the error of a step where it is checked; nanoseconds
-      of the host in a step, excluding waits, and of a step without an engine or synchronization; bytes of the program.
+      of the host in a step, excluding waits, of its part that launches the step, and of a step without an engine or
+      synchronization; bytes of the program.
 
     Raises:
       AssertionError: If a cache has moved, or a sequence has the wrong number of tokens.
@@ -349,15 +436,19 @@ def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     steps = np.diff(marks)[WARM_UP_STEPS:-1]
     host = np.median(steps - np.diff(waits)[WARM_UP_STEPS:-1])
     assert run.last is not None
-    tokens, step = jax.device_put(run.last, placed())
-    in_a_row, _ = steps_in_a_row(functools.partial(run.programs[1], run.weights), tokens, step, engine.caches)
+    tokens, step = jax.device_put(run.last, placed(job.devices))
+    call = functools.partial(run.programs[1], run.weights)
+    in_a_row, _ = steps_in_a_row(call, tokens, step, engine.caches, placed(job.devices))
     seconds = {"device_ns": in_a_row.seconds, "host_ns": float(host)}
+    seconds["dispatch_ns"] = float(np.median(run.dispatches[WARM_UP_STEPS:]))
     facts |= {name: max(round(each * 1e9), 1) for name, each in seconds.items()}
     facts["temporary_bytes"] = workload.temporary_bytes(run.programs[1])
     return Timing(tuple(map(float, steps)), Clock.HOST), facts
 
 
-def steps_in_a_row(run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadata, caches: Any) -> Any:
+def steps_in_a_row(
+    run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadata, caches: Any, sharding: NamedSharding | None = None
+) -> Any:
     """Times back-to-back steps of a token of each sequence, repeatable because they always write the same slots.
 
     Returns:
@@ -366,7 +457,7 @@ def steps_in_a_row(run: Callable[..., Any], tokens: Any, step: kvjax.StepMetadat
     Raises:
       AssertionError: If a cache has moved.
     """
-    following, where = jnp.zeros(len(tokens), jnp.int32, device=placed()), workload.pointers(caches)
+    following, where = jnp.zeros(len(tokens), jnp.int32, device=sharding), workload.pointers(caches)
 
     def call(_: int) -> jax.Array:
         nonlocal following, caches
@@ -385,9 +476,10 @@ def check(job: ServeJob) -> float:
     Raises:
       AssertionError: If the error exceeds `HIDDEN_ERROR`, or hidden states are not finite.
     """
-    config = dataclasses.replace(job.of.config, num_hidden_layers=2)
-    weights = {**params(job.of), "layers": params(job.of)["layers"][:2]}
-    few = dataclasses.replace(job.of, config=config)
+    config = dataclasses.replace(job.of.config, num_hidden_layers=min(job.of.config.num_hidden_layers, 2))
+    weights = params(job.of, job.devices)
+    weights = {**weights, "layers": weights["layers"][: config.num_hidden_layers]}
+    few = dataclasses.replace(job, of=dataclasses.replace(job.of, config=config))
     rng = np.random.default_rng(5)
     table = rng.permutation(2 * job.blocks_a_seq).astype(np.int32).reshape(2, -1)
     lengths = np.array([job.of.seq_len - 7, job.of.seq_len // 2], np.int32)
@@ -398,15 +490,17 @@ def check(job: ServeJob) -> float:
 
     def hidden(by: str | None) -> np.ndarray:
         attend = functools.partial(llama.write_and_attend, max_q_len=1, implementation=by)
-        caches: Any = filled_caches(few, job.dtype, 2 * job.blocks_a_seq)
+        caches: Any = filled_caches(few, 2 * job.blocks_a_seq)
         if job.exact_window:
             caches = llama.with_exact_windows(caches, 2, job.exact_window)
             caches = llama.fill_windows(caches, step, window_rows)
 
-        def call(weights: llama.Params, tokens: Any, step: Any, caches: Any) -> Any:
-            return llama.forward(weights, tokens=tokens, step=step, caches=caches, attend=attend, **own_part(config))
+        part = own_part(config, job.devices)
 
-        run = jax.jit(divided(call, config, caches, P()))
+        def call(weights: llama.Params, tokens: Any, step: Any, caches: Any) -> Any:
+            return llama.forward(weights, tokens=tokens, step=step, caches=caches, attend=attend, **part)
+
+        run = jax.jit(divided(call, config, caches, P(), job.devices))
         return np.asarray(run(weights, tokens, step, caches)[0], np.float64)
 
     got, expected = hidden(implementation()), hidden("xla")
@@ -416,12 +510,11 @@ def check(job: ServeJob) -> float:
     return error
 
 
-def prompt_programs(of: Scenario, dtype: KVCacheDType) -> dict[int, Future[Any]]:
-    job = ServeJob(of, dtype, of.same)
-    return {max_q_len: program(job, of.prompt_blocks, max_q_len) for max_q_len in (1, of.chunk)}
+def prompt_programs(job: ServeJob) -> dict[int, Future[Any]]:
+    return {max_q_len: program(job, job.of.prompt_blocks, max_q_len) for max_q_len in (1, job.of.chunk)}
 
 
-def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Timing]:
+def serve_prompts(job: ServeJob) -> tuple[float, Timing, Timing]:
     """Serves twice as many requests as run concurrently, each with its own prompt.
 
     Returns:
@@ -430,12 +523,12 @@ def serve_prompts(of: Scenario, dtype: KVCacheDType) -> tuple[float, Timing, Tim
     Raises:
       AssertionError: If a request has the wrong number of tokens.
     """
-    programs = {max_q_len: each.result() for max_q_len, each in prompt_programs(of, dtype).items()}
-    run, max_blocks = Running(params(of), programs), of.prompt_blocks
+    of, programs = job.of, {max_q_len: each.result() for max_q_len, each in prompt_programs(job).items()}
+    run, max_blocks = Running(params(of, job.devices), programs), of.prompt_blocks
     pool = kvjax.BlockPool(of.same * max_blocks, BLOCK_SIZE)
-    caches = filled_caches(of, dtype, pool.num_blocks)
+    caches = filled_caches(job, pool.num_blocks)
     sizes: dict[str, Any] = {"num_seqs": [of.same], "max_blocks": max_blocks, "chunk": of.chunk}
-    engine = Engine(run, caches, pool, **sizes, sharding=placed())
+    engine = Engine(run, caches, pool, **sizes, sharding=placed(job.devices))
     ids = np.random.default_rng(6).integers(of.config.vocab_size, size=(2 * of.same, of.prompt_len))
     for prompt in ids:
         engine.submit(prompt.tolist(), of.num_new_tokens)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 from support.helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, output, serving, shapes, tables, timing, workload, write
@@ -33,7 +34,7 @@ from benchmarks.peers.attends_mla import MLAJob
 from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run
-from benchmarks.serving import LLAMA_8B, TINY, ServeJob
+from benchmarks.serving import LLAMA_8B, LLAMA_70B, TINY, ServeJob
 from benchmarks.shapes import TIMED_DTYPES, MLARow, Slots
 from benchmarks.timing import Clock
 from benchmarks.workload import WriteJob
@@ -126,6 +127,21 @@ def test_every_program_runs(tmp_path, program, monkeypatch):
         assert "FlashInfer" in skipped
     if has_torch and program != "bridge":
         assert not {what for what in skipped if "torch" in what}
+
+
+@pytest.mark.full
+def test_devices_divide_the_heads_of_a_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    flags = ["--devices=2,4", "--layers=1", "--dtypes=nvfp4", "--rows=same", "ServeBenchmark.test_1_steps"]
+    one, *several = run_and_read(tmp_path, "serve", "--smoke", *flags)["measurements"]
+    assert [each["devices"] for each in (one, *several)] == [1, 2, 4]
+    assert "x_one_device" not in one
+    for each in several:
+        assert (each["case"], each["num_seqs"]) == ("tiny, 1 of 2 layers", one["num_seqs"])
+        assert each["x_one_device"] == pytest.approx(each["seconds"] / one["seconds"], rel=1e-3)
+        assert 0 < each["dispatch_ns"] <= each["host_ns"]
+        assert each["error"] <= serving.HIDDEN_ERROR
 
 
 @pytest.mark.full
@@ -505,6 +521,29 @@ def test_verdicts_of_serving():
     assert [str(bar) for bar in bars.of(most)] == [">= 2.20 x bf16 tokens/s", "<= 5.0% of a step exposed"]
 
 
+@flagsaver.flagsaver(devices=[2])
+def test_verdicts_of_divided_models():
+    def step(devices, dtype, ms, dispatch_us) -> Measurement:
+        job = dataclasses.replace(ServeJob(LLAMA_8B, dtype, 32), devices=devices)
+        known = {"rows": job.rows, "device_ns": round(ms * 0.97e6), "read_ns": 10**7}
+        return timed("serve", job, ms * 1e3, "kvjax", Clock.HOST, **known, dispatch_ns=dispatch_us * 1e3)
+
+    exposed = "3.0% of a step exposed: pass"
+    assert_verdicts(
+        (step(1, BFLOAT16, 10.0, 100), ["1.00 x reading: pass", exposed]),
+        (
+            step(2, BFLOAT16, 6.1, 610),
+            ["0.61 x one device: falls short", exposed, "10.0% of a step in its dispatch: pass"],
+        ),
+        (step(1, NVFP4, 6.0, 100), ["0.60 x bf16: pass", exposed]),
+        (
+            step(2, NVFP4, 4.0, 3_800),
+            ["0.67 x one device: pass", exposed, "95.0% of a step in its dispatch: falls short"],
+        ),
+        (step(4, NVFP4, 3.0, 300), [exposed, "10.0% of a step in its dispatch: pass"]),
+    )
+
+
 def test_bytes_moved():
     assert WriteJob(SMALL, NVFP4, 7, slots=Slots.PADDED).bytes_moved == 6 * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4
     # Seven tokens of two heads of 32, keys and values: bfloat16 in, a slot, two codes a byte and a scale for 16 out.
@@ -529,9 +568,24 @@ def test_as_many_sequences_as_fit():
     assert LLAMA_8B.most(NVFP4, 64) == 138
 
 
+def test_what_one_device_holds_is_what_several_serve():
+    """An H200 holds 64 sequences of 8,192 tokens in bfloat16 beside Llama-3.1-8B, an H100 32 of them."""
+    h100, h200 = 59 << 30, 98 << 30  # three quarters of their memory, as jax allocates
+    alone, large = serving.fitted(LLAMA_8B, h200), serving.fitted(LLAMA_70B, h200)
+    assert alone == LLAMA_8B
+    assert large.name == "llama-3.1-70b, 33 of 80 layers"
+    with flagsaver.flagsaver(devices=[2]):
+        several = [serving.fitted(of, memory) for of in (LLAMA_8B, LLAMA_70B) for memory in (h100, h200)]
+        assert [(of.same, of.config.num_hidden_layers) for of in several] == [(32, 32), (64, 32), (32, 18), (64, 24)]
+        assert [of.most(BFLOAT16, devices=2) for of in several] == [64, 128, 64, 128]
+    with flagsaver.flagsaver(layers=81), pytest.raises(ValueError, match="layers: got 81, expected at most the 80"):
+        serving.fitted(LLAMA_70B, h200)
+    assert LLAMA_70B.parameter_bytes == 2 * 70_553_706_496  # what the model's card says
+    assert LLAMA_70B.bytes_a_sequence(BFLOAT16) == 8_192 * (320 << 10)
+
+
 def test_bytes_that_a_step_reads():
-    leaves = jax.tree.leaves(llama.parameter_shapes(LLAMA_8B.config), is_leaf=lambda leaf: isinstance(leaf, tuple))
-    assert sum(int(np.prod(leaf)) for leaf in leaves) == 8_030_261_248  # what the model's card says
+    assert LLAMA_8B.parameter_bytes == 2 * 8_030_261_248  # what the model's card says
     assert LLAMA_8B.weight_bytes == 2 * (8_030_261_248 - 128_256 * 4_096)
     job = ServeJob(LLAMA_8B, BFLOAT16, 32)
     assert job.bytes_moved - LLAMA_8B.weight_bytes == 32 * 8_160 * (128 << 10)

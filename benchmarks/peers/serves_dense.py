@@ -56,7 +56,7 @@ def program(of: Scenario, num_seqs: int) -> Future[Any]:
     step = functools.partial(step_of, config=of.config)
     metadata = serving.step_struct(num_seqs, num_seqs, 1)
     caches = (pair,) * of.config.num_hidden_layers
-    return compiling(jax.jit(step, donate_argnums=4), serving.params(of), row, row, metadata, caches)
+    return compiling(jax.jit(step, donate_argnums=4), serving.param_structs(of, 1), row, row, metadata, caches)
 
 
 def serve(job: ServeJob) -> Timing:
@@ -70,7 +70,8 @@ def serve(job: ServeJob) -> Timing:
     lengths = jnp.full(number, of.seq_len, jnp.int32)
     every = jnp.arange(number + 1, dtype=jnp.int32)
     step = kvjax.StepMetadata(jnp.zeros((number, 1), jnp.int32), lengths, every, jnp.zeros(number, jnp.int32))
-    timed, caches = serving.steps_in_a_row(functools.partial(compiled, serving.params(of)), ~every[:-1], step, caches)
+    run = functools.partial(compiled, serving.params(of, 1))
+    timed, caches = serving.steps_in_a_row(run, ~every[:-1], step, caches)
     if not np.isfinite(np.asarray(caches[0][0][:, -1], np.float32)).all():
         raise AssertionError("keys are not finite")
     return timed

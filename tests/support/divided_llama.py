@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 
 from benchmarks import serving
 from examples import llama
@@ -32,7 +31,6 @@ def by_device(whole: llama.Params, config: llama.ModelConfig) -> llama.Params:
 
 
 def main() -> None:
-    flags.FLAGS(["program", f"--devices={NUMBER}"])
     config = llama.ModelConfig(64, 32, 48, 2, 8, 4, 16)
     whole = llama.random_params(config, jax.random.key(0), jnp.float32)
     spec = FullAttentionSpec(8, 4, 16, dtype="fp8")
@@ -45,10 +43,11 @@ def main() -> None:
 
     caches = tuple(KVCache.allocate(spec, 4) for _ in range(2))
     expected, _ = jax.jit(functools.partial(logits, config=config, axis=None))(whole, tokens, step, caches)
-    caches = tuple(KVCache.allocate(spec, 4, sharding=serving.by_heads()) for _ in range(2))
-    run = serving.divided(functools.partial(logits, **serving.own_part(config)), config, caches, jax.P())
+    caches = tuple(KVCache.allocate(spec, 4, sharding=serving.by_heads(NUMBER)) for _ in range(2))
+    part = functools.partial(logits, **serving.own_part(config, NUMBER))
+    run = serving.divided(part, config, caches, jax.P(), NUMBER)
     placed = jax.tree.map(
-        lambda x, spec: jax.device_put(x, jax.NamedSharding(serving.mesh(), spec)),
+        lambda x, spec: jax.device_put(x, jax.NamedSharding(serving.mesh(NUMBER), spec)),
         by_device(whole, config),
         llama.parameter_axes(config, serving.AXIS),
     )
