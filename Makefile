@@ -93,7 +93,7 @@ fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random
 # Each program leaves bench/<program>.json, which `python -m benchmarks.plots` reads.
 bench: $(DEV_ENV)/.installed ## times next to what users would pick instead, into bench/*.json (ARGS="--smoke")
 	@mkdir -p bench
-	@failed=; for program in copies swap write gather attention ragged exact_window mla_attention mla_cache bridge serve sharded; do \
+	@failed=; for program in copies swap write gather attention ragged exact_window mla_attention mla_cache bridge serve host_tier sharded; do \
 	  $(DEV_ENV)/bin/python -m benchmarks.$$program --json=bench/$$program.json $(ARGS) \
 	    || failed="$$failed $$program"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }

@@ -20,6 +20,8 @@ MAX_SEQS, SAME_SEQS = "as many as fit", "the same number"  # serving rows that h
 NO_CASCADE, FLASHINFER, IN_TORCH = "kvjax without cascade", "FlashInfer FA2", "kvjax_torch"
 """Peers of attention in a step: kvjax without reading a shared prefix only once, FlashInfer for every dtype, and kvjax
 on torch's stream."""
+COMPUTED_AGAIN = "computed again"
+"""Peer of a host tier: tokens whose pages were evicted are computed again."""
 
 
 type Other = Callable[[Measurement, Rows], Measurement | None]  # selects a baseline
@@ -104,6 +106,7 @@ X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
 X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, at_least=True)
 X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
+X_COMPUTED_AGAIN = multiple("x computed again", by(COMPUTED_AGAIN))
 X_ONE_DEVICE = multiple("x one device", by(OWN, devices=1))
 DISPATCH = _of_fact("of a step in its dispatch", "dispatch_ns", lambda m, ns: ns / 1e9 / m.seconds, "{:.1%}")
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
@@ -202,6 +205,7 @@ BARS = (
     *_of_copy(8, (64, 96, 256), 16_384, 0.85, 0.80, 0.75),
     *_by_dtype("gather", OF_COPY, 0.85, 0.75, 0.75, case=_LLAMA, num_seqs=GATHER_SIZE[:1], seq_len=GATHER_SIZE[1:]),
     Bar("swap", OF_COPY, 0.80, {"num_blocks": (512,)}),
+    Bar("host tier sequence", X_COMPUTED_AGAIN, 0.1, {"seq_len": (8_192,)}),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as tensors"),
     Bar("bridge host", X_INDEX_COPY, 2.0, peer="kvjax_torch, scales as floats"),
     Bar("bridge kernel", X_JIT, 1.05, peer="kvjax_torch"),

@@ -66,6 +66,7 @@ EXPECTED = {
     ],
     "copies": [("copy", ["copy"], [None])],
     "swap": [("swap", ["kvjax"], DTYPES)],
+    "host_tier": [(f"host tier {what}", ["kvjax", "computed again"], DTYPES) for what in ("users", "sequence")],
     "sharded": [(f"sharded {what}", ["one device", "2 devices"], DTYPES) for what in ("write", "gather")],
     "attention": [("attention", ["kvjax"], DTYPES), ("attention", ["torch sdpa"], ["bfloat16"])],
     "ragged": [("ragged attention", ["kvjax", "kvjax without cascade", "kvjax_torch"], DTYPES)],
@@ -541,6 +542,14 @@ def test_verdicts_of_divided_models():
             ["0.67 x one device: pass", exposed, "95.0% of a step in its dispatch: falls short"],
         ),
         (step(4, NVFP4, 3.0, 300), [exposed, "10.0% of a step in its dispatch: pass"]),
+    )
+
+
+def test_verdicts_of_a_host_tier():
+    job = ServeJob(LLAMA_8B, BFLOAT16, 1)
+    assert_verdicts(
+        (timed("host tier sequence", job, 25e3, clock=Clock.HOST), ["0.10 x computed again: pass"]),
+        (timed("host tier sequence", job, 250e3, bars.COMPUTED_AGAIN, Clock.HOST), []),
     )
 
 
