@@ -82,10 +82,10 @@ def draw_attention(environment: Mapping[str, str], rows: Rows) -> Figure:
 
 
 def draw_serve(environment: Mapping[str, str], rows: Rows) -> Figure:
-    """Draws tokens a second against the number of sequences."""
+    """Draws one device's tokens a second against the number of sequences."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    lines = grouped(rows, lambda m: (m.peer, m.dtype))
+    lines = grouped((m for m in rows if m.subject.get("devices", 1) == 1), lambda m: (m.peer, m.dtype))
     peers = [*dict.fromkeys(peer for peer, _ in lines)]
     for (peer, dtype), line in lines.items():
         line.sort(key=lambda m: m.subject["num_seqs"])
