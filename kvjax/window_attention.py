@@ -127,31 +127,23 @@ def exact_window_attention(
             **options,
         )
         return out, exact_window
-    step = _Step.of(exact_window, metadata)
     longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
-    new = _Tokens(key, value, implementation)
-    if longest <= exact_window.max_q_len:
-        ring = new.written(exact_window.ring, step.ring_slots, layer)
-        recent, table, layer_of_recent = ring, step.ring_table(longest), layer
-    else:
-        recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
-        new = new.after(recent)  # else XLA would copy the ring
-        recent, layer_of_recent = new.written(recent, slots), None
-        kept, slots = step.kept_tokens
-        ring = new.at(kept).written(exact_window.ring, slots, layer)
+    new = StepTokens(key, value, implementation)
+    written = write_step(exact_window, new, metadata, longest, layer)
+    step = written.step
     spans = _Spans.of(sliding_window, cache, exact_window.size)
     near = ragged_paged_attention(
         query,
-        recent,
-        table,
+        written.recent,
+        written.table,
         step.lens - step.first_block * WINDOW_BLOCK_SIZE,
         metadata.cu_q_lens,
-        layer=layer_of_recent,
+        layer=written.layer,
         sliding_window=spans.near,
         sinks=sinks,
         **options,
     )
-    exact_window = dataclasses.replace(exact_window, ring=ring)
+    exact_window = dataclasses.replace(exact_window, ring=written.ring)
     if spans.reaches_pages is False:
         return near[0], exact_window
     lens = jnp.maximum(step.lens - exact_window.size, 0)  # a query whose limit is below 0 sees nothing
@@ -166,6 +158,39 @@ def exact_window_attention(
         **options,
     )
     return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], exact_window
+
+
+class WrittenStep(NamedTuple):
+    """A step's tokens where its queries see the last ones, and in the ring.
+
+    Attributes:
+      step: where they are.
+      recent: the ring, or a copy of rows with room for the step.
+      table: int32 `[num_seqs, columns]`, blocks of `recent` from each sequence's `first_block` on.
+      layer: the layer in `recent`.
+      ring: with what rows keep.
+    """
+
+    step: _Step
+    recent: KVCache
+    table: jax.Array
+    layer: Any
+    ring: KVCache
+
+
+def write_step(
+    exact_window: ExactWindow, new: StepTokens, metadata: StepMetadata, longest: int, layer: ArrayLike | None = None
+) -> WrittenStep:
+    """Writes a step's tokens, at most `longest` of a sequence, for its queries and to the ring."""
+    step = _Step.of(exact_window, metadata)
+    if longest <= exact_window.max_q_len:
+        ring = new.written(exact_window.ring, step.ring_slots, layer)
+        return WrittenStep(step, ring, step.ring_table(longest), layer, ring)
+    recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
+    new = new.after(recent)  # else XLA would copy the ring
+    kept, kept_slots = step.kept_tokens
+    ring = new.at(kept).written(exact_window.ring, kept_slots, layer)
+    return WrittenStep(step, new.written(recent, slots), table, None, ring)
 
 
 class _Spans(NamedTuple):
@@ -188,7 +213,7 @@ class _Spans(NamedTuple):
         return cls(min(window, size), window - size, window > size)
 
 
-class _Tokens(NamedTuple):
+class StepTokens(NamedTuple):
     """A step's keys and values, and what writes them."""
 
     key: Any
@@ -201,14 +226,14 @@ class _Tokens(NamedTuple):
             self.key, self.value, cache, slots, layer=layer, unique_slots=True, implementation=self.implementation
         )
 
-    def at(self, index: jax.Array | None) -> _Tokens:
+    def at(self, index: jax.Array | None) -> StepTokens:
         """Returns the tokens of an index, all for None; which others it has does not matter."""
         if index is None:
             return self
         key, value = (jnp.asarray(x).at[index].get(mode="clip") for x in (self.key, self.value))
         return self._replace(key=key, value=value)
 
-    def after(self, cache: KVCache) -> _Tokens:
+    def after(self, cache: KVCache) -> StepTokens:
         """Returns the same tokens, available once the cache is."""
         key, value, _ = lax.optimization_barrier((self.key, self.value, cache.kv))
         return self._replace(key=key, value=value)

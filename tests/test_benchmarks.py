@@ -70,6 +70,10 @@ EXPECTED = {
     "sharded": [(f"sharded {what}", ["one device", "2 devices"], DTYPES) for what in ("write", "gather")],
     "attention": [("attention", ["kvjax"], DTYPES), ("attention", ["torch sdpa"], ["bfloat16"])],
     "ragged": [("ragged attention", ["kvjax", "kvjax without cascade", "kvjax_torch"], DTYPES)],
+    "exact_window": [
+        ("attention beside a window", ["kvjax", "kvjax, 64 exact"], ["nvfp4"]),
+        ("write beside a window", ["kvjax", "kvjax, 64 exact", "kvjax, 64 exact, with room"], ["nvfp4"]),
+    ],
     "mla_attention": [
         ("mla attention", ["kvjax"], ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"]),
         ("mla prompts", ["kvjax"], [None]),
