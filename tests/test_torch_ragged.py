@@ -204,7 +204,7 @@ def test_batch_invariant(attend, seq):
         assert_same_bytes(got[: len(query[seq])], results[seq])
 
 
-def test_prompts_on_a_gpu_are_not_batch_invariant(monkeypatch):
+def test_a_gpu_without_the_prompt_kernel_refuses_batch_invariant_prompts(monkeypatch):
     problem = ragged_suite.build(BATCH)
     attend = functools.partial(attend_on("cpu"), batch_invariant=True, decode_q_len=1)
     suite.assert_right(problem, *ragged_suite.run(problem, attend))
