@@ -23,6 +23,9 @@ on torch's stream."""
 COMPUTED_AGAIN = "computed again"
 """Peer of a host tier: tokens whose pages were evicted are computed again."""
 
+IN_FP8, WITH_WINDOW = "kvjax (fp8 products)", "kvjax, 64 exact"
+"""kvjax with products in fp8, and with an exact window."""
+
 
 type Other = Callable[[Measurement, Rows], Measurement | None]  # selects a baseline
 
@@ -80,6 +83,11 @@ def _of_tokens(m: Measurement, rows: Rows) -> float | None:
     return tokens_a_second(m) / tokens_a_second(most[0]) if most else None
 
 
+def _of_mean(m: Measurement, rows: Rows) -> float | None:
+    of = [rows.like(m, dtype=dtype) for dtype in (FP8, NVFP4)]
+    return None if None in of else 2 * m.seconds / sum(each.seconds for each in of if each)
+
+
 def _of_fact(heading: str, key: str, value: Callable[[Measurement, Any], float], form: str = "{:.2f}") -> Measure:
     return Measure(heading, lambda m, _: None if m.facts.get(key) is None else value(m, m.facts[key]), form)
 
@@ -104,6 +112,9 @@ X_JAX = multiple("x JAX", by(OWN))
 X_FA3 = multiple("x FlashInfer FA3 bf16", by("FlashInfer FA3", dtype=BFLOAT16))
 X_FLASHINFER = multiple("x FlashInfer FA2", by(FLASHINFER))
 TIMES_NO_CASCADE = speed("times as fast as without cascade", by(NO_CASCADE))
+X_PAGES = multiple("x pages alone", by(OWN))
+X_FP8 = multiple("x fp8", by(OWN, dtype=FP8))
+X_MEAN = Measure("x the mean of fp8 and nvfp4", _of_mean)
 X_TOKENS = Measure("x bf16 tokens/s", _of_tokens, at_least=True)
 X_READING = _of_fact("x reading", "read_ns", lambda m, read: m.seconds * 1e9 / read)
 X_COMPUTED_AGAIN = multiple("x computed again", by(COMPUTED_AGAIN))
@@ -180,10 +191,21 @@ def _mla_times(dtype: str, *limits: float) -> list[Bar]:
     ]
 
 
+def _beside_window(what: str, limits: Mapping[Collection[str], float]) -> list[Bar]:
+    """Returns bars for rows of NVFP4 with an exact window, over pages alone."""
+    return [
+        Bar(f"{what} beside a window", X_PAGES, limit, {"case": case, "dtype": (NVFP4,)}, WITH_WINDOW)
+        for case, limit in limits.items()
+    ]
+
+
 FP8_DS_MLA = KVCacheDType.FP8_DS_MLA.value
 _MLA_TIMED, _MLA_TOKENS = tuple(f"{heads}x1-64x8192" for heads in (16, 64, 128)), ("16x4-64x4096", "128x2-64x4096")
 """Rows of attention over latents: those with bars in microseconds, and those of several query tokens."""
-WITH_SCALES = (NVFP4, *(dtype.value for dtype in shapes.PER_TOKEN_HEAD))
+_PER_TOKEN_HEAD = tuple(dtype.value for dtype in shapes.PER_TOKEN_HEAD)
+_FP8_KEYS = ("fp8_k_nvfp4_v", "fp8_k_nvfp4_4over6_v")
+_DECODES = ("64x8192", "64x2048", "256x1024", "8x8192", "1x8192", "64x1024", "64x4096")
+WITH_SCALES = (NVFP4, *_PER_TOKEN_HEAD)
 _SCATTERED: Where = {"slots": (shapes.Slots.SCATTERED.value,)}
 _NHD: Where = {**_SCATTERED, "layout": ("NHD",)}
 _SMALL: Where = {"num_kv_heads": (8,), "head_size": (128,), "num_tokens": range(257), **_NHD}
@@ -220,6 +242,9 @@ BARS = (
     *_by_dtype("attention", X_WINDOW, 1.3, 1.3, 1.3, case=("64x8192-window-1024",)),
     *_by_dtype("attention", X_ONE_TOKEN, 1.15, 1.25, 1.4, case=("64x4096-4-tokens",)),
     *_by_dtype("attention", X_NHD, 1.1, 1.1, 1.15, case=("64x8192-HND",)),
+    Bar("attention", X_MEAN, 1.05, {"case": ("64x8192",), "dtype": _FP8_KEYS}),
+    Bar("attention", X_MEAN, 1.08, {"case": ("8x8192", "64x1024"), "dtype": _FP8_KEYS}),
+    Bar("attention", X_FP8, 1.1, {"case": _DECODES, "dtype": _PER_TOKEN_HEAD}),
     Bar("ragged attention", X_FLASHINFER, 0.5, {"case": (*_PROMPTS, "speculative"), "dtype": (NVFP4,)}),
     Bar("ragged attention", TIMES_BFLOAT16, 0.91, {"case": _PROMPTS, "dtype": (NVFP4,)}),
     Bar("ragged attention", X_FLASHINFER, 0.35, {"case": ("mixed",), "dtype": (NVFP4,)}),
@@ -227,6 +252,11 @@ BARS = (
     Bar("ragged attention", X_JAX, 1.1, {"case": ("mixed",)}, IN_TORCH),
     Bar("ragged attention", X_FA3, 1.05, {"case": _PROMPTS, "dtype": (NVFP4,)}, IN_TORCH),
     Bar("ragged attention", X_FA3, 1.1, {"case": _PROMPTS, "dtype": (BFLOAT16,)}, IN_TORCH),
+    Bar("ragged attention", X_FP8, 1.1, {"case": _WITH_PROMPT_KERNEL, "dtype": _PER_TOKEN_HEAD}),
+    Bar("ragged attention", MICROSECONDS, 340.0, {"case": ("chunk",), "dtype": (FP8, NVFP4)}, IN_FP8),
+    Bar("ragged attention", MICROSECONDS, 760.0, {"case": ("whole",), "dtype": (FP8, NVFP4)}, IN_FP8),
+    *_beside_window("attention", {("64x8192",): 1.1, ("8x8192", "64x1024"): 1.3, ("chunk",): 1.12}),
+    *_beside_window("write", {("64x8192", "64x1024"): 1.4, ("chunks-2048",): 1.15}),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
     Bar("mla write", OF_COPY, 0.80, {"num_tokens": (65_536,)}),
     Bar("mla gather", OF_COPY, 0.85, {"num_tokens": (65_536,)}),
@@ -242,6 +272,7 @@ BARS = (
     ),
     Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MAX_SEQS)),
+    Bar("serve", X_TOKENS, 2.5, {"dtype": (NVFP4,)}, WITH_WINDOW, applies=_serves(MAX_SEQS)),
     Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),
     Bar("serve", X_READING, 1.15, {"dtype": (BFLOAT16,)}, applies=_serves()),
     Bar("serve", EXPOSED, 0.05, applies=_serves()),

@@ -29,7 +29,7 @@ from support.helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, output, serving, shapes, tables, timing, workload, write
 from benchmarks.measurement import EVERY_FIELD, Measurement, Rows, read
-from benchmarks.peers import cuda, serves_torch, writes
+from benchmarks.peers import attends, beside_window, cuda, serves_torch, writes
 from benchmarks.peers.attends_mla import MLAJob
 from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.inputs import WriteInputs
@@ -505,6 +505,56 @@ def test_verdicts_of_attention_over_latents(monkeypatch):
     assert held == {row.name for row in shapes.MLA_ROWS}
 
 
+def test_verdicts_beside_windows_and_over_fp8():
+    def timed_in(operation, rows, name, dtype, us, peer="kvjax") -> Measurement:
+        return timed(operation, AttentionJob(rows[name], dtype), us, peer)
+
+    beside = {name: f"{name} beside a window" for name in ("attention", "write")}
+    assert_verdicts(
+        *(
+            pair
+            for operation, name, ratio, said in (
+                ("attention", "64x8192", 1.07, "1.07 x pages alone: pass"),
+                ("attention", "8x8192", 1.32, "1.32 x pages alone: falls short"),
+                ("attention", "64x1024", 1.3, "1.30 x pages alone: pass"),
+                ("attention", "chunk", 1.25, "1.25 x pages alone: falls short"),
+                ("write", "64x8192", 1.3, "1.30 x pages alone: pass"),
+                ("write", "chunks-2048", 1.3, "1.30 x pages alone: falls short"),
+            )
+            for pair in (
+                (timed_in(beside[operation], beside_window.ROWS_BY_NAME, name, NVFP4, 100.0), []),
+                (
+                    timed_in(
+                        beside[operation],
+                        beside_window.ROWS_BY_NAME,
+                        name,
+                        NVFP4,
+                        100 * ratio,
+                        beside_window.WITH_WINDOW,
+                    ),
+                    [said],
+                ),
+            )
+        )
+    )
+    steps, decodes = shapes.RAGGED_ROWS_BY_NAME, shapes.ATTENTION_ROWS_BY_NAME
+    int8 = KVCacheDType.INT8_PER_TOKEN_HEAD
+    assert_verdicts(
+        (timed_in("ragged attention", steps, "late-chunk", FP8, 100.0), []),
+        (timed_in("ragged attention", steps, "late-chunk", int8, 102.0), ["1.02 x fp8: pass"]),
+        (timed_in("ragged attention", steps, "chunk", NVFP4, 341.0, attends.IN_FP8.name), ["341.00 us: falls short"]),
+        (timed_in("ragged attention", steps, "whole", FP8, 745.0, attends.IN_FP8.name), ["745.00 us: pass"]),
+    )
+    mixed = KVCacheDType.FP8_K_NVFP4_V
+    assert_verdicts(
+        (timed_in("attention", decodes, "64x1024", FP8, 120.0), []),
+        (timed_in("attention", decodes, "64x1024", NVFP4, 80.0), []),
+        (timed_in("attention", decodes, "64x1024", mixed, 107.0), ["1.07 x the mean of fp8 and nvfp4: pass"]),
+        (timed_in("attention", decodes, "64x1024", int8, 133.0), ["1.11 x fp8: falls short"]),
+        (timed_in("attention", decodes, "64x8192", mixed, 107.0), ["-"]),  # fp8 was not timed
+    )
+
+
 def test_verdicts_of_serving():
     def step(dtype, num_seqs, ms, peer="kvjax", **facts) -> Measurement:
         job = ServeJob(LLAMA_8B, dtype, num_seqs)
@@ -518,6 +568,7 @@ def test_verdicts_of_serving():
         (step(NVFP4, 32, 8.0), ["0.80 x bf16: falls short", exposed]),
         (step(BFLOAT16, 32, 10.0), ["1.00 x reading: pass", exposed]),
         (step(BFLOAT16, 40, 12.0, device_ns=11 * 10**6), ["1.20 x reading: falls short", f"8.3% {too_much}"]),
+        (step(NVFP4, 128, 16.0, "kvjax, 64 exact", rows=bars.MAX_SEQS), ["2.40 x bf16 tokens/s: falls short"]),
         (step(FP8, 80, 17.0), ["1.41 x bf16 tokens/s: falls short", exposed]),
         (step(FP8, 8, 5.0), []),
         (step(NVFP4, 142, 16.0, read_ns=None), []),  # on a device without a reading rate
