@@ -143,6 +143,35 @@ def test_a_fork_copies_its_row_or_fills_it_from_the_pages():
         assert_close(results, [want[0][40:43], want[1][40:48]])
 
 
+@pytest.mark.parametrize("keeps_row", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_after_a_swap_the_window_is_filled_from_the_pages_unless_its_row_is_left(keeps_row: bool):
+    """Pages come back to other blocks, and to none that a sequence that ran in between has written."""
+    case = Case("fp8_e4m3", block_size=4)
+    tokens, _ = random_tokens(case, (61, 61))
+    server = Server(case, tokens)
+    server.pool = kvjax.BlockPool(server.cache.num_blocks, case.block_size, num_host_blocks=8)
+    server.sequences = [server.pool.sequence() for _ in tokens]
+    server.rows.num_rows = 1 + keeps_row
+    host = KVCache.allocate(case.spec, 8, **case.scales)
+    server.step([30, 0])
+    swapped, before = server.sequences[0], [*server.sequences[0].blocks]
+    swapped.swap_out()
+    host = kvjax.swap_blocks(server.cache, host, server.pool.take_swaps().to_host)
+    nan = jnp.full(server.cache.kv.shape, 0xFF, server.cache.kv.dtype)
+    server.cache = dataclasses.replace(server.cache, kv=nan)
+    del server.sequences[0], server.tokens[0]
+    [meanwhile] = server.step([30])
+    swapped.swap_in()
+    server.cache = kvjax.swap_blocks(host, server.cache, server.pool.take_swaps().from_host)
+    assert [*swapped.blocks] != before
+    server.sequences, server.tokens = [swapped], [tokens[0]]
+    [first] = server.step([1])
+    assert server.filled == ([] if keeps_row else [0])
+    want = expected(case, tokens[0], exact_from=0 if keeps_row else 30)
+    results = [first, *server.serve([[20], [1]])]
+    assert_close([meanwhile, np.concatenate(results)], [expected(case, tokens[1])[:30], want[30:52]])
+
+
 def test_fewer_rows_than_sequences():
     """Sequences that run in turns have rows in turns, and those that lost theirs read their last tokens from pages."""
     case = Case()
