@@ -163,6 +163,28 @@ def test_errors_are_those_of_rounding_to_e4m3_and_decodes_have_none(options):
             assert 0.01 < np.sqrt(np.mean((np.float64(out[seq]) - want) ** 2) / np.mean(want**2)) < 0.07
 
 
+@pytest.mark.parametrize(
+    ("attend", "options"),
+    [
+        (in_xla, OPTIONS[0]),
+        pytest.param(in_xla, OPTIONS[1].values[0], marks=pytest.mark.full),
+        pytest.param(interpreted, OPTIONS[0], marks=[pytest.mark.full, INTERPRETS_JOINS]),
+    ],
+    ids=["XLA, nvfp4", "XLA, fp8_e4m3", "interpreted, nvfp4"],
+)
+def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_in_a_batch(attend, options):
+    """Its own divisor of NVFP4 included."""
+    q_lens = (5, 18, 1)
+    problem = ragged_suite.build(ragged_suite.ragged(q_lens, (40, 18, 7), num_kv_heads=1, head_size=32, **options))
+    invariant = functools.partial(attend, batch_invariant=True, max_q_len=max(q_lens), decode_q_len=1)
+    whole = ragged_suite.run(problem, invariant)
+    suite.assert_right(problem, *whole, in_fp8=lambda q_len: q_len > 1)
+    for order in ([0], [1, 0]) if attend is in_xla else ([0],):
+        for got, want in zip(ragged_suite.rows_in_turn(problem, order, invariant), whole, strict=True):
+            for seq, rows in zip(order, got, strict=True):
+                assert_same_bytes(rows, want[seq])
+
+
 @pytest.mark.parametrize("magnitude", [2.0**-5, 300.0])
 def test_nvfp4_of_any_magnitude_has_the_same_error(magnitude):
     """A fixed unit would round small values to 0, and large ones would overflow."""

@@ -105,6 +105,43 @@ def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.M
     assert {*ran} == {"any_schedule", "any_placement", "any_gather", "any_prompts"}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "query_quantization"),
+    [({"dtype": "bfloat16", "sinks": True}, False), ({"dtype": "nvfp4", "scales": "scalar"}, True)],
+    ids=["bfloat16", "products in fp8"],
+)
+def test_batch_invariant_prompts_of_interpreted_kernels_have_the_same_bits_alone(
+    options: dict[str, Any], query_quantization: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """By the one kernel that divides no rows into splits, of which a smaller batch would have more."""
+    divided: list[bool] = []
+    right = prompt_kernels.kernels.prompt_kernel
+
+    def made(kind: Any, *args: Any) -> Any:
+        divided.append(kind.is_divided)
+        return right(kind, *args)
+
+    ran = interpret_kernels(monkeypatch)
+    monkeypatch.setattr(prompt_kernels.kernels, "prompt_kernel", made)
+    problem = ragged_suite.build(ragged((5, 18, 1), (140, 18, 7), head_size=32, num_kv_heads=1, **options))
+    attend = attend_on(
+        "cpu",
+        is_rounded=True,
+        batch_invariant=True,
+        query_quantization=query_quantization,
+        max_q_len=33,
+        decode_q_len=1,
+    )
+    whole = ragged_suite.run(problem, attend)
+    in_fp8 = {"in_fp8": lambda q_len: q_len > 1} if query_quantization else ragged_suite.slack(problem.case, attend)
+    suite.assert_right(problem, *whole, **in_fp8)
+    for got, expected in zip(ragged_suite.rows_in_turn(problem, [0], attend), whole, strict=True):
+        assert_same_bytes(got[0], expected[0])
+    assert "any_prompts" in ran
+    assert divided == [False]
+
+
 STEP = {"q_lens": (20, 1, 0, 33), "lengths": (90, 7, 0, 33)}
 """A chunk, a sequence that decodes, nothing, and a whole prompt."""
 
