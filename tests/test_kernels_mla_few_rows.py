@@ -27,6 +27,7 @@ from kvjax.kernels.mla import MLAConfig, arrays
 from kvjax.kernels.target import Target
 
 B200 = Target(148, (10, 0))
+RTX = Target(188, (12, 0), 99 * 1024)
 
 SHORT = 70, 1, 0
 
@@ -66,6 +67,12 @@ def test_interpreted_parts_of_sequences_are_merged(shares, invariant):
     config = DecodeConfig(shares, 4, 1, 2, 5, part=2 if invariant else None)
     arguments = "nvfp4", (128, 16), 16, 2, 3, "bfloat16", None, None
     check(*arguments, lengths=(150, 70), config=config, invariant=invariant)
+
+
+@pytest.mark.full
+def test_interpreted_four_warps_divide_latents_for_16_rows():
+    config = DecodeConfig(4, 4, 1, 2, 2)
+    check("bfloat16", (128, 64), 16, 1, 16, "float16", None, None, lengths=SHORT, config=config)
 
 
 @pytest.mark.full
@@ -166,7 +173,17 @@ def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_
     ],
 )
 def test_compiled(target, dtype, sizes, q_len, heads, window):
-    spec = spec_of(dtype, sizes, 64, sliding_window=window)
+    check_compiled(target, spec_of(dtype, sizes, 64, sliding_window=window), q_len, heads)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_compiled_for_less_shared_memory(dtype):
+    check_compiled("rtx6000pro", spec_of(dtype, (512, 64), 64), 1, 16, shares=4)
+
+
+def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: int | None = None) -> None:
     struct, num_layers = jax.ShapeDtypeStruct, 2
     cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
     program = compile_for(
@@ -180,15 +197,15 @@ def test_compiled(target, dtype, sizes, q_len, heads, window):
     )
     kernel, merge = program.kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
-    if target == "h100" and "16" in dtype:  # what needs no decoding takes wgmma there
+    if target == "h100" and "16" in spec.dtype.value:  # what needs no decoding takes wgmma there
         assert "wgmma" in kernel.ptx
         return
     assert kernel.spill_bytes <= SPILL_BYTES
     assert ("mma.sync" in kernel.ptx, "wgmma" in kernel.ptx) == (True, False)
     # Each element is decoded once, and transposed in registers.
-    registers = sizes[0] // (2 if q_len * heads <= 16 else 4) // 4
+    registers = spec.part_sizes[0] // (shares or (2 if q_len * heads <= 16 else 4)) // 4
     assert kernel.ptx.count("movmatrix") >= registers
-    if "nvfp4" in dtype:
+    if "nvfp4" in spec.dtype.value:
         assert ("e2m1x2" in kernel.ptx) == (target == "b200")
 
 
@@ -211,7 +228,7 @@ def test_few_rows_are_served_on_every_gpu_and_many_on_hopper():
     assert "got qk_rope_head_dim=48" in str(plan("nvfp4", 16, B200, (512, 48)))
     assert "got kv_lora_rank=384, which takes 396 bytes" in str(plan("fp8_ds_mla", 16, B200, (384, 64)))
     assert "dtype 'float32'" in str(plan("float32", 16))
-    assert "shared memory" in str(plan("bfloat16", 32, Target(48, (12, 0), 48 * 1024)))
+    assert "shared memory" in str(plan("bfloat16", 32, RTX))
 
 
 @pytest.mark.parametrize(
@@ -231,6 +248,15 @@ def test_one_function_chooses(dtype, heads, kind, warps):
 def problem_of(dtype: str, heads: int) -> Any:
     sizes = BatchSizes(num_seqs=1, q_len=1, group=heads, max_blocks=1)
     return dataclasses.replace(plain_problem(spec_of(dtype, (512, 64), 64), sizes), batch_invariant=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "warps"),
+    [("float16", 8, 2), ("float16", 16, 4), ("float16", 32, 4), ("bfloat16", 16, 4), ("fp8_ds_mla", 16, 2)],
+)
+def test_four_warps_divide_what_does_not_fit_shared_memory_for_two(dtype, rows, warps):
+    assert plan(dtype, rows, RTX) is None
+    assert mla.choose(problem_of(dtype, rows), RTX).heads == warps
 
 
 def test_more_rows_of_4_bit_latents_have_a_reason_and_xla():

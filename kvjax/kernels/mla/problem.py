@@ -7,6 +7,7 @@ any other that of `decode`, whose configuration is an `MLAConfig`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -30,7 +31,8 @@ FEW_ROWS = 32
 than that of `wgmma`, whose products are faster."""
 
 ROWS_OF_TWO = 16
-"""Rows up to which two warps divide a latent; four for more. The registers of a warp hold 256 dims of 16 rows."""
+"""Rows up to which two warps divide a latent, where their stages fit; four else: a warp's registers hold 256 dims of 16
+rows."""
 
 MAX_WARPS = 8
 """Maximum warps of a block of the kernel for few rows: two per scheduler leave 255 registers per thread."""
@@ -161,14 +163,15 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
 
 def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfig | None:
     """The configuration of the kernel for few rows; None where shared memory does not hold two stages."""
-    shares = 2 if problem.rows <= ROWS_OF_TWO else 4
+    # Groups of four are half as many, so that a stage has half the tokens: they serve where groups of two do not fit.
+    every = (2, 4) if problem.rows <= ROWS_OF_TWO else (4,)
     # Interpret mode has no barrier across warpgroups.
-    for warps in range(WARPS if compat.interpreting() else MAX_WARPS, 0, -WARPS):
-        for slots in range(MAX_SLOTS, 1, -1):
-            config = DecodeConfig(shares, warps, 1, slots, num_blocks, None, merge_config(problem))
-            if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
-                part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
-                return dataclasses.replace(config, part=part)
+    most = WARPS if compat.interpreting() else MAX_WARPS
+    for shares, warps, slots in itertools.product(every, range(most, 0, -WARPS), range(MAX_SLOTS, 1, -1)):
+        config = DecodeConfig(shares, warps, 1, slots, num_blocks, None, merge_config(problem))
+        if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
+            part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
+            return dataclasses.replace(config, part=part)
     return None
 
 
