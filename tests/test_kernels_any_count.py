@@ -346,6 +346,7 @@ def call_latents(operation: str, dtype: KVCacheDType, heads: int, q_len: int, *a
         ("decode", KVCacheDType.BFLOAT16, 16, 1),
         ("decode", KVCacheDType.FLOAT16, 128, 2),
         ("decode", KVCacheDType.FP8_E4M3, 64, 1),
+        ("decode", KVCacheDType.FP8_DS_MLA, 64, 1),
         ("merge", KVCacheDType.BFLOAT16, 16, 1),
     ],
 )

@@ -46,7 +46,9 @@ CASES = [
             ("nvfp4_4over6", (512, 64), 16, 1, 128, "bfloat16", None, None),
             ("nvfp4", (256, 32), 8, 3, 5, "float16", 70, 3.0),
             ("nvfp4", (512, 0), 24, 1, 16, "bfloat16", None, None),
-            ("fp8_ds_mla", (512, 32), 16, 1, 128, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 64), 64, 1, 64, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 64), 16, 1, 128, "bfloat16", None, None),
+            ("fp8_ds_mla", (512, 64), 24, 3, 40, "bfloat16", 70, None),
             ("fp8_ds_mla", (512, 32), 1, 2, 5, "float16", 70, 3.0),
             ("fp8_ds_mla", (512, 0), 64, 1, 16, "bfloat16", None, None),
         )
@@ -67,11 +69,14 @@ def test_interpreted_parts_of_sequences_are_merged(config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 128), ("fp8_e4m3", 256), ("nvfp4", 256), ("fp8_ds_mla", 512)])
-def test_without_races(dtype, rank, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [("bfloat16", (128, 16)), ("fp8_e4m3", (256, 16)), ("nvfp4", (256, 16)), ("fp8_ds_mla", (512, 64))],
+)
+def test_without_races(dtype, sizes, monkeypatch):
     """In one thread block, with more tiles than slots, and sequences one after another."""
     monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
-    problem = build(spec_of(dtype, (rank, 16), 16), (200, 70))
+    problem = build(spec_of(dtype, sizes, 16), (200, 70))
     q = queries(problem.spec, (2, 2, 3), "bfloat16")
     with interpret_mode(detect_races=True):
         out, lse = attend(problem, q, Softmax(SM_SCALE), MLAConfig(1, 1))
@@ -93,21 +98,22 @@ def test_on_a_gpu_many_sequences_of_one_tile_are_each_their_own():
 
 
 @pytest.mark.full
-def test_the_operations_take_the_kernel():
+@pytest.mark.parametrize(("dtype", "sizes", "heads"), [("bfloat16", (128, 16), 4), ("fp8_ds_mla", (512, 64), 40)])
+def test_the_operations_take_the_kernel(dtype, sizes, heads):
     """With layers, blocks that are not in the cache, and rows that are no sequence's."""
-    spec = spec_of("bfloat16", (128, 16), 16)
+    spec = spec_of(dtype, sizes, 16)
     problem = build(spec, (70, 3, 0))
-    q = queries(spec, (3, 1, 4), "bfloat16")
+    q = queries(spec, (3, 1, heads), "bfloat16")
     args = problem.block_table, problem.seq_lens
     with interpret_mode():
         run = functools.partial(mla_paged_attention, sm_scale=SM_SCALE, return_lse=True, implementation="mosaic")
         out, lse = run(*q, problem.cache, *args)
         assert_near(problem, q, out, lse)
         table = problem.block_table.copy()
-        table[0, 1] = problem.cache.num_blocks  # masks its tokens
+        table[0, [1, 3]] = problem.cache.num_blocks, -1  # masks their tokens
         absent = run(*q, problem.cache, table, problem.seq_lens)
         ragged = functools.partial(mla_ragged_paged_attention, sm_scale=SM_SCALE, return_lse=True)
-        rows = [x[:, 0] for x in queries(spec, (7, 1, 4), "bfloat16")]
+        rows = [x[:, 0] for x in queries(spec, (7, 1, heads), "bfloat16")]
         bounds = np.array([0, 3, 4, 4], np.int32)
         got = ragged(*rows, problem.cache, *args, bounds, implementation="mosaic")
         jax.block_until_ready((absent, got))
@@ -132,8 +138,8 @@ def test_the_operations_take_the_kernel():
         ("fp8_e4m3", (512, 64), 8, 16, 1024),
         ("nvfp4", (512, 64), 1, 64, None),
         ("nvfp4_4over6", (512, 64), 8, 16, 1024),
-        ("fp8_ds_mla", (512, 32), 1, 64, None),
-        ("fp8_ds_mla", (512, 32), 8, 16, 1024),
+        ("fp8_ds_mla", (512, 64), 1, 64, None),
+        ("fp8_ds_mla", (512, 64), 8, 16, 1024),
     ],
 )
 def test_compiled(dtype, sizes, q_len, heads, window):
@@ -173,9 +179,10 @@ def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
     assert not why("fp8_e4m3", (256, 64))
     assert "got kv_lora_rank=384" in why("fp8_e4m3", (384, 64))
     assert not why("nvfp4")
-    assert "its tiles take 232449 bytes of shared memory; got 232448" in why("fp8_ds_mla")
-    assert not why("fp8_ds_mla", (512, 32))
-    assert not why("fp8_ds_mla", rows=32)
+    assert not why("fp8_ds_mla")
+    assert not why("fp8_ds_mla", rows=128)
+    small = mla.why_not(spec_of("fp8_ds_mla"), None, Target(132, (9, 0), 231_424))
+    assert "its tiles take 231425 bytes of shared memory; got 231424" in str(small)
     assert "got bytes_per_token=392" in why("fp8_ds_mla", (256, 64))
     assert "got kv_lora_rank=640" in why(sizes=(640, 64))
     assert "got kv_lora_rank=192" in why(sizes=(192, 64))

@@ -186,10 +186,14 @@ def on(device: str, problem: Problem, q: Sequence[np.ndarray]) -> dict[str, Any]
     }
 
 
-def assert_near(problem: Problem, q: Sequence[np.ndarray], got: Any, eps: float, **options: Any) -> None:
+def assert_near(
+    problem: Problem, q: Sequence[np.ndarray], got: Any, eps: float, *, is_rounded: bool = False, **options: Any
+) -> None:
+    """`is_rounded` if keys are rounded to bfloat16, as the kernel for many rows does with those of `fp8_ds_mla`."""
     query = np.concatenate([np.asarray(x, np.float64) for x in q], axis=-1)
     out, lse = (x.double().cpu().numpy() for x in got)
     for seq, keys in enumerate(problem.keys):
+        keys = keys.astype(ml_dtypes.bfloat16) if is_rounded else keys
         want, want_lse = mla_reference.attention(query[seq], keys, problem.spec.kv_lora_rank, SM_SCALE, **options)
         np.testing.assert_allclose(out[seq], want, rtol=eps, atol=2 * eps)
         np.testing.assert_allclose(lse[seq], want_lse, rtol=1e-4, atol=1e-4)
@@ -532,33 +536,35 @@ def planned(call: dict[str, Any], **softmax: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "window"),
+    ("name", "sizes", "window", "heads"),
     [
-        ("bfloat16", (128, 16), None),
-        pytest.param("float16", (256, 0), 70, marks=pytest.mark.full),
-        pytest.param("fp8_e4m3", (256, 16), None, marks=pytest.mark.full),
-        pytest.param("nvfp4", (256, 16), None, marks=pytest.mark.full),
-        pytest.param("fp8_ds_mla", (512, 16), 70, marks=pytest.mark.full),
+        ("bfloat16", (128, 16), None, 3),
+        pytest.param("float16", (256, 0), 70, 3, marks=pytest.mark.full),
+        pytest.param("fp8_e4m3", (256, 16), None, 3, marks=pytest.mark.full),
+        pytest.param("nvfp4", (256, 16), None, 3, marks=pytest.mark.full),
+        pytest.param("fp8_ds_mla", (512, 16), 70, 3, marks=pytest.mark.full),
+        pytest.param("fp8_ds_mla", (512, 64), None, 32, marks=pytest.mark.full),
     ],
 )
 @pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_interpreted_kernel_attends_in_torchs_memory(name, sizes, window, invariant):
+def test_the_interpreted_kernel_attends_in_torchs_memory(name, sizes, window, heads, invariant):
     """With gaps between blocks, into the caller's memory; one kernel for every number of sequences and of blocks."""
     spec = spec_of(name, sizes, 16)
     problem = build(spec, (150, 1, 0, 64, 70), None if window is None else window + 1)
-    q = queries(spec, (5, 2, 3), "bfloat16")
+    q = queries(spec, (5, 2, heads), "bfloat16")
     call = on("cpu", problem, q)
     pages = np.array(problem.cache.kv).view(np.uint8).reshape(problem.cache.num_blocks, -1)
     call["kv_cache"], _ = cache_of(spec, pages, 48)
     plan, query, tensors = planned(call, sliding_window=window, batch_invariant=invariant)
-    out = torch.full((5, 2, 3, sizes[0]), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((5, 2, heads, sizes[0]), torch.nan, dtype=torch.bfloat16)
     with interpret_mode():
         [part] = attending.attention_parts(plan, query.device)
         calls = attending.attention_calls(part.plan, query, tensors, None, out)
     for each in calls:
         run_interpreted(each)
     assert calls[1].tensors[-2].data_ptr() == out.data_ptr()
-    assert_near(problem, q, (out, calls[1].tensors[-1]), 2**-7, window=window)
+    is_rounded = (name, heads) == ("fp8_ds_mla", 32)
+    assert_near(problem, q, (out, calls[1].tensors[-1]), 2**-7, is_rounded=is_rounded, window=window)
 
 
 def test_a_kind_has_one_decode_kernel_whatever_the_batch():
@@ -572,16 +578,16 @@ def test_a_kind_has_one_decode_kernel_whatever_the_batch():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str):
+@pytest.mark.parametrize(("name", "heads"), [*((name, 16) for name in NAMES), ("fp8_ds_mla", 64)])
+def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str, heads: int):
     """By the kernel, but for float32; and what torch writes and gathers there has the bytes of CPU tensors."""
     problem = build(spec_of(name, block_size=64), (3000, 1, 0, 777, 64))
-    q = queries(problem.spec, (5, 2, 16), "bfloat16")
+    q = queries(problem.spec, (5, 2, heads), "bfloat16")
     call = on("cuda", problem, q)
     out = torch.full_like(call["q_nope"], torch.nan)
     eager = kvjax_torch.mla_paged_attention(**call, out=out, return_lse=True)
     assert eager[0] is out
-    assert_near(problem, q, eager, 2**-7)
+    assert_near(problem, q, eager, 2**-7, is_rounded=heads > 16)
     expected = [x.clone() for x in eager]
     graph = torch.cuda.CUDAGraph()
     with capture(graph):

@@ -34,6 +34,7 @@ from kvjax.kernels.lanes.copies import wait_for_copies_of_block as wait_for_copi
 from kvjax.kernels.lanes.copies import wait_for_own_copies as wait_for_own_copies
 from kvjax.kernels.lanes.copies import wait_for_warps as wait_for_warps
 from kvjax.kernels.lanes.warps import any_in_warp as any_in_warp
+from kvjax.kernels.lanes.warps import ballot as ballot
 from kvjax.kernels.lanes.warps import max_over_rows as max_over_rows
 from kvjax.kernels.lanes.warps import max_over_warp as max_over_warp
 from kvjax.kernels.lanes.warps import mma as mma

@@ -160,6 +160,18 @@ def any_in_warp(mask: jax.Array) -> jax.Array:
     return found != 0
 
 
+def ballot(mask: jax.Array) -> jax.Array:
+    """int32 whose bit `i` is the bool register of lane `i` of the warp, in all of its threads."""
+
+    def model(mask: jax.Array) -> list[jax.Array]:
+        by_warp = mask.reshape(WARPS, LANES).astype(jnp.int32) << lax.iota(jnp.int32, LANES)
+        words = jnp.sum(by_warp, axis=1, keepdims=True, dtype=jnp.int32)
+        return [jnp.broadcast_to(words, by_warp.shape).reshape(-1)]
+
+    code = "{ .reg .pred mine; setp.ne.b32 mine, $1, 0; vote.sync.ballot.b32 $0, mine, 0xffffffff; }"
+    return asm(code, model, mask, results=[jnp.int32], convergent=True)[0]
+
+
 def of_first_thread(x: jax.Array) -> jax.Array:
     """A register that is the same in all threads of a warp, as a scalar."""
     if compat.interpreting():

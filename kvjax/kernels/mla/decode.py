@@ -26,6 +26,7 @@ from kvjax.kernels.attention.softmax import LOG2_E, LOWEST, capped, margin
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import ROWS, SLOTS, TOKENS, Source, Tiles
+from kvjax.kernels.registers import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,10 +157,13 @@ class LatentDecode:
             source = Source(self.refs.query, index, row_bytes, row * 0, own < self.num_rows)
             self.tiles.copy(0, number, source)
 
-    def entries(self, segment: Segment, tile: Scalar) -> list[jax.Array]:
-        """The entries of the block table for the rows of a tile that the thread copies; -1 for what is no token."""
+    def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
+        """The entries of the block table for rows of a tile, by default those that the thread copies.
+
+        They are -1 for what is no token.
+        """
         found = []
-        for row in self.tiles.own_rows():
+        for row in self.tiles.own_rows() if rows is None else rows:
             position = row + tile * TOKENS
             is_token = (position >= segment.start) & (position < segment.end)
             index = segment.table + lax.div(position, jnp.int32(self.problem.spec.block_size))
@@ -191,6 +195,8 @@ class LatentDecode:
         """One tile: logits, weights, and the weighted latents that are the warpgroup's."""
         acc, largest, total = state
         slot = self.slot(tile)
+        # They arrive while products run.
+        every = self.entries(segment, tile, self.tiles.rows_by_lane()) if self.tiles.bias is None else []
         problem, shape = self.problem, (ROWS, TOKENS)
         pairs = list(zip(self.tiles.matrices(0), self.tiles.matrices(slot + 1), strict=True))
         scale = np.float32(problem.sm_scale * LOG2_E)
@@ -201,7 +207,7 @@ class LatentDecode:
             logits = warpgroups.sum_of_products(latents) * self.scale()
             logits = warpgroups.product(*rope, lambda: None, logits, transposed=True) * scale
         logits = capped(logits, problem.logits_soft_cap, jnp.exp2)
-        logits = logits + lax.broadcast_in_dim(self.tiles.load_bias(tile), shape, [1])
+        logits = logits + lax.broadcast_in_dim(self.bias(tile, every), shape, [1])
         if problem.q_len > 1:
             logits = self.masked(segment, tile, logits)
         dtype = self.tiles.latents.dtype
@@ -213,6 +219,22 @@ class LatentDecode:
         operand = weights.astype(dtype)
         acc = warpgroups.product(operand, self.tiles.values(slot, lax.axis_index("warpgroup")), lambda: None, acc)
         return acc, raised, total
+
+    def bias(self, tile: Scalar, every: list[jax.Array]) -> jax.Array:
+        """0 for the tokens of a tile, -inf for what is no token: the columns of `plgpu.Layout.WGMMA`.
+
+        Where shared memory does not have it, each warp makes it of the table's entries for all rows.
+        """
+        kept = self.tiles.load_bias(tile)
+        if kept is not None:
+            return kept
+        num_blocks, _ = self.pages()
+        low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in every)
+        row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
+        # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
+        bits = jnp.where(row < LANES, low, high) >> (row & 6)
+        is_token = bits >> (row & (LANES - 1 - 6)) & 1
+        return jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
 
     def masked(self, segment: Segment, tile: Scalar, logits: jax.Array) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see but others do."""

@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
-from kvjax.kernels.registers import THREADS
+from kvjax.kernels.registers import LANES, THREADS
 from kvjax.spec import AttentionSpec
 
 ROWS = 64
@@ -46,10 +47,16 @@ BIASES = 4
 """Tiles of which it is known which tokens there are: copies may be two tiles ahead of products."""
 
 
+def keeps_bias(spec: AttentionSpec) -> bool:
+    """Whether shared memory has which tokens there are: rows of `fp8_ds_mla` of 656 bytes leave it less than 1 KB."""
+    return spec.dtype is not KVCacheDType.FP8_DS_MLA
+
+
 def shared_bytes(spec: AttentionSpec) -> int:
     """Bytes of shared memory of a thread block, without those of `Packed`."""
     row_bytes = (size * tiles.ITEMSIZE for size in spec.part_sizes)  # a multiple of 32, so that tiles are aligned
-    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + BIASES * TOKENS * 4
+    bias_bytes = BIASES * TOKENS * 4 if keeps_bias(spec) else 0
+    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + bias_bytes
 
 
 def num_slots(spec: AttentionSpec) -> int:
@@ -77,8 +84,9 @@ def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     count = 1 + num_slots(spec)
     shared: list[ScratchType] = [
         plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
-        plgpu.SMEM((BIASES, TOKENS), jnp.float32),
     ]
+    if keeps_bias(spec):
+        shared.append(plgpu.SMEM((BIASES, TOKENS), jnp.float32))
     if rope:
         shared.append(tiles.shared(count, ROWS, rope, rope_dtype))
     if compat.interpreting():
@@ -111,20 +119,21 @@ class Tiles:
 
     Attributes:
       latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
-      bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent.
+      bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent. None for dtypes that leave no room.
       rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
       all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
     """
 
     latents: Ref
-    bias: Ref
+    bias: Ref | None
     rope: Ref | None
     all_stored: Barriers
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
         """Those of `scratch_types`."""
-        latents, bias, *others = refs
+        latents, *others = refs
+        bias = others.pop(0) if keeps_bias(spec) else None
         rope = others.pop(0) if spec.part_sizes[1] else None
         return cls(latents, bias, rope, others[0] if others else None)
 
@@ -142,6 +151,10 @@ class Tiles:
         first = lax.axis_index("warpgroup") * OWN_ROWS
         return [(lanes.thread_index() >> 3) + (first + later) for later in range(0, OWN_ROWS, AT_ONCE)]
 
+    def rows_by_lane(self) -> list[jax.Array]:
+        """Rows of a tile, all of them in each warp, int32 `[128]` each."""
+        return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, TOKENS, LANES)]
+
     def copy(self, index: Scalar, number: int, source: Source) -> None:
         """Starts copies of the rows `own_rows()[number]` of a tile."""
         half = self.latents.shape[-1]
@@ -157,7 +170,9 @@ class Tiles:
             _start_copies(self.rope, index, number, [WARPGROUPS * half], source)
 
     def store_bias(self, tile: Scalar, number: int, is_row: jax.Array) -> None:
-        """Stores which of the rows `own_rows()[number]` are tokens."""
+        """Stores which of the rows `own_rows()[number]` are tokens, where shared memory keeps it."""
+        if self.bias is None:
+            return
         slot = tile & (BIASES - 1)
         bias = jnp.where(is_row, lanes.splat(0.0, jnp.float32), lanes.splat(-jnp.inf, jnp.float32))
         if compat.interpreting():
@@ -167,8 +182,10 @@ class Tiles:
         row = self.own_rows()[number]
         lanes.store_shared(self.bias, (row + slot * TOKENS) * 4, [bias], 4, (lanes.thread_index() & 7) == 0)
 
-    def load_bias(self, tile: Scalar) -> jax.Array:
-        """The bias of a tile's tokens: the columns of `plgpu.Layout.WGMMA`."""
+    def load_bias(self, tile: Scalar) -> jax.Array | None:
+        """The bias of a tile's tokens, if shared memory keeps it: the columns of `plgpu.Layout.WGMMA`."""
+        if self.bias is None:
+            return None
         return compat.load(self.bias.at[tile & (BIASES - 1)], plgpu.Layout.WGMMA.reduce(0))
 
     def wait_for_warpgroups(self) -> None:
