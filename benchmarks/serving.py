@@ -86,7 +86,7 @@ class Scenario:
     def with_layers(self, number: int) -> Scenario:
         """Returns the model with its first layers, named after their number if that is not all."""
         if number > (every := self.config.num_hidden_layers):
-            raise ValueError(f"layers: got {number}, expected at most the {every} of {self.name}")
+            raise ValueError(f"num_layers: got {number}, expected at most the {every} of {self.name}")
         name = self.name if number == every else f"{self.name}, {number} of {every} layers"
         return dataclasses.replace(self, name=name, config=dataclasses.replace(self.config, num_hidden_layers=number))
 
@@ -134,9 +134,12 @@ TINY = Scenario(
 )
 
 
-MODEL = flags.DEFINE_enum("model", LLAMA_8B.name, [*MODELS], "whose shape is served")
+MODEL = flags.DEFINE_enum("shape", LLAMA_8B.name, [*MODELS], "whose shape is served")
 LAYERS = flags.DEFINE_integer(
-    "layers", None, "layers of the model (default: as many as one device holds, with pages in bfloat16)", lower_bound=1
+    "num_layers",
+    None,
+    "layers of the model (default: as many as one device holds, with pages in bfloat16)",
+    lower_bound=1,
 )
 
 

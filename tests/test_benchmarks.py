@@ -642,7 +642,10 @@ def test_what_one_device_holds_is_what_several_serve():
         several = [serving.fitted(of, memory) for of in (LLAMA_8B, LLAMA_70B) for memory in (h100, h200)]
         assert [(of.same, of.config.num_hidden_layers) for of in several] == [(32, 32), (64, 32), (32, 18), (64, 24)]
         assert [of.most(BFLOAT16, devices=2) for of in several] == [64, 128, 64, 128]
-    with flagsaver.flagsaver(layers=81), pytest.raises(ValueError, match="layers: got 81, expected at most the 80"):
+    with (
+        flagsaver.flagsaver(num_layers=81),
+        pytest.raises(ValueError, match="num_layers: got 81, expected at most the 80"),
+    ):
         serving.fitted(LLAMA_70B, h200)
     assert LLAMA_70B.parameter_bytes == 2 * 70_553_706_496  # what the model's card says
     assert LLAMA_70B.bytes_a_sequence(BFLOAT16) == 8_192 * (320 << 10)
