@@ -138,7 +138,7 @@ def test_every_program_runs(tmp_path, program, monkeypatch):
 def test_devices_divide_the_heads_of_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-    flags = ["--devices=2,4", "--layers=1", "--dtypes=nvfp4", "--rows=same", "ServeBenchmark.test_1_steps"]
+    flags = ["--devices=2,4", "--num_layers=1", "--dtypes=nvfp4", "--rows=same", "ServeBenchmark.test_1_steps"]
     one, *several = run_and_read(tmp_path, "serve", "--smoke", *flags)["measurements"]
     assert [each["devices"] for each in (one, *several)] == [1, 2, 4]
     assert "x_one_device" not in one
