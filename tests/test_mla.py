@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental import checkify
 from support import mla_reference
 from support.helpers import assert_same_bytes, cache_from_bytes, each_case, matrix, page_bytes, poisoned
-from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
+from support.mla_cases import SM_SCALE, assert_right, build, queries, spec_of
 
 import kvjax
 from benchmarks import mla_accuracy
@@ -44,18 +42,6 @@ from kvjax import (
 )
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
-
-
-def assert_right(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, seq: int, **options: Any) -> None:
-    """Against float64 over what is stored: float32's roundings, and that of the result to the query's dtype."""
-    query = np.concatenate([x.astype(np.float64) for x in q], axis=-1)
-    rank = problem.spec.kv_lora_rank
-    want, want_lse = mla_reference.attention(query, problem.keys[seq], rank, SM_SCALE, **options)
-    out, lse = np.asarray(out), np.asarray(lse)
-    assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
-    eps = float(ml_dtypes.finfo(q[0].dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64), want, rtol=eps, atol=2e-5)
-    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 11}, "cap": {"cap": 3.0}}
