@@ -99,7 +99,7 @@ def kinds(
 
 
 def latent_kinds(dtypes: Sequence[KVCacheDType]) -> Iterator[MLAAttentionSpec]:
-    """Yields specs of latents of every dtype; `wgmma`'s kernel serves those of `fp8_ds_mla` with 32 rope elements."""
+    """Yields specs of latents of every dtype, with two sizes of rope keys."""
     for dtype, rope in itertools.product(dtypes, (64, 32)):
         yield MLAAttentionSpec(16, 512, rope, dtype=dtype)
 
