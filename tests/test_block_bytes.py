@@ -23,11 +23,13 @@ from support.helpers import FEW_DTYPES, assert_same_bytes, compilations, page_by
 
 import kvjax
 from kvjax import (
+    MLA_KV_CACHE_DTYPES,
     BlockPool,
     KVCache,
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
+    MLAAttentionSpec,
     UnsupportedError,
     export_blocks,
     import_blocks,
@@ -48,8 +50,10 @@ def layers(spec: kvjax.AttentionSpec, num_layers: int, num_blocks: int, seed: in
 @pytest.mark.parametrize(
     "spec",
     [simple_spec(dtype) for dtype in FEW_DTYPES]
-    + [simple_spec(NVFP4, v_scale_layout="swizzled", layout="HND"), simple_spec(page_size_padded=9001)],
-    ids=lambda spec: f"{spec.dtype.value}-{spec.layout.value}-{spec.page_size_bytes}",
+    + [simple_spec(NVFP4, v_scale_layout="swizzled", layout="HND"), simple_spec(page_size_padded=9001)]
+    + [MLAAttentionSpec(8, 512, 64, dtype=dtype) for dtype in MLA_KV_CACHE_DTYPES]
+    + [MLAAttentionSpec(8, 512, 64, dtype=NVFP4, page_size_padded=4000)],
+    ids=lambda spec: f"{'latents-' * spec.is_mla}{spec.dtype.value}-{spec.layout.value}-{spec.page_size_bytes}",
 )
 def test_blocks_are_imported_as_they_were_exported(spec):
     sources = [poisoned(spec, 7), layers(spec, 3, 7, seed=5)]
@@ -127,6 +131,20 @@ def test_a_tree_of_caches_keeps_its_form():
     written = import_blocks(data, other, [2])
     assert jax.tree.structure(written) == jax.tree.structure(other)
     assert_same_bytes(page_bytes(written["b"][1])[2], page_bytes(caches["b"][1])[1])
+
+
+def test_blocks_of_latents_are_refused_by_other_caches():
+    """Of another dtype, and of keys and values of the same page size."""
+    spec = MLAAttentionSpec(8, 512, 64, dtype=KVCacheDType.BFLOAT16)
+    data = export_blocks(poisoned(spec, 4), [1])
+    same_size = simple_spec(num_kv_heads=1, head_size=288)
+    assert same_size.page_size_bytes == spec.page_size_bytes
+    for other in (MLAAttentionSpec(8, 512, 64, dtype=FP8), same_size):
+        cache = poisoned(other, 4)
+        before = page_bytes(cache)
+        with pytest.raises(KVCacheValueError, match=r"^source: got caches\[0\]\.spec"):
+            import_blocks(data, cache, [2])
+        assert_same_bytes(page_bytes(cache), before)
 
 
 def test_a_block_that_is_not_wanted_is_skipped():

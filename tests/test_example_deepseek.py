@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,12 +20,19 @@ do. A context of 40 tokens is read in two rounds.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_rows", "tolerance"),
-    [("auto", np.max, 2e-5), pytest.param("fp8_ds_mla", np.median, 0.1, marks=pytest.mark.full)],
+    ("dtype", "tolerance"),
+    [
+        ("auto", 2e-5),
+        pytest.param("fp8_ds_mla", 0.05, marks=pytest.mark.full),
+        pytest.param("nvfp4", 0.2, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
-def test_logits_are_those_of_transformers(name: str, dtype: str, of_rows: Any, tolerance: float):
-    """Over caches that were full of NaN. From rounded latents a router may choose another expert for some tokens."""
+def test_logits_are_those_of_transformers(name: str, dtype: str, tolerance: float):
+    """Over caches that were full of NaN. From rounded latents a router may choose another expert for some tokens.
+
+    Tokens of a prompt's first chunk, most of all here, read nothing from the cache: medians are of the others.
+    """
     reference, model, params = deepseek.tiny_model(name)
     kv_config = kvjax.ModelKVConfig.from_hf_config(reference.config.to_dict())
     specs = kvjax.resolve_layer_specs(kv_config, dtype, block_size=8)
@@ -41,6 +46,7 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, of_rows: Any, t
         expected = [reference(torch.from_numpy(each[None]).long()).logits[0].numpy() for each in tokens]
     sequences = [pool.sequence() for _ in tokens]
     errors: list[float] = []
+    of_context: list[float] = []
     for sizes in CHUNKS:
         numbers = [number for number, size in enumerate(sizes) if size]
         running, before = [sequences[i] for i in numbers], [sequences[i].num_tokens for i in numbers]
@@ -49,9 +55,12 @@ def test_logits_are_those_of_transformers(name: str, dtype: str, of_rows: Any, t
         logits, caches = model.run(params, caches, running, new)
         for number, start, got in zip(numbers, before, logits, strict=True):
             want = expected[number][start : start + len(got)]
-            errors += (np.abs(got - want).max(axis=-1) / np.abs(want).max()).tolist()
-    assert len(errors) == sum(LENGTHS)
-    assert of_rows(errors) < tolerance
+            own = (np.abs(got - want).max(axis=-1) / np.abs(want).max()).tolist()
+            errors += own
+            of_context += own if start else []
+    assert (len(errors), len(of_context)) == (sum(LENGTHS), sum(sum(sizes) for sizes in CHUNKS[1:]) - CHUNKS[1][2])
+    error = np.max(errors) if dtype == "auto" else np.median(of_context)
+    assert error < tolerance
 
 
 def test_yarn_changes_the_scale_of_logits():

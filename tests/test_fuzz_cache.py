@@ -1,5 +1,7 @@
 """Random caches under random calls, each byte held to a dictionary of what was written (tests/support/cache_model.py).
 
+Layers of keys and values, and of latents (MLA).
+
 Every test run tries the same examples, of a few layers: a program is compiled for each layer, number of tokens and
 dtype, which takes most of the time, on a GPU up to a second. A test of more than `MOST_PROGRAMS` fails, wherever it
 runs. With `--full` the layers are any.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 import zlib
@@ -48,7 +51,17 @@ from support.interpret_mode import interpret_mode
 from support.reference import ELEMENT, KEYS, VALUES
 
 import kvjax
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType, SlidingWindowSpec
+from kvjax import (
+    MLA_KV_CACHE_DTYPES,
+    STORED_KV_CACHE_DTYPES,
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCache,
+    KVCacheDType,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from kvjax.kernels import gather_rows
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 DONE: collections.Counter[str] = collections.Counter()
@@ -57,6 +70,13 @@ DONE: collections.Counter[str] = collections.Counter()
 HEAD_SIZES = [(16, 16), (64, 64), (80, 80), (128, 128), (64, 96), (192, 128), (32, 16)]
 ODD_HEAD_SIZES = [(1, 1), (5, 5), (12, 12), (7, 20)]
 """What NVFP4 does not take."""
+
+LATENT_SIZES = {
+    KVCacheDType.FP8_DS_MLA: [(512, 64), (128, 16), (256, 0)],
+    KVCacheDType.NVFP4: [(512, 64), (128, 16), (256, 0), (48, 2)],
+}
+LATENT_SIZES[KVCacheDType.NVFP4_4OVER6] = LATENT_SIZES[KVCacheDType.NVFP4]
+OTHER_LATENT_SIZES = [(512, 64), (256, 32), (128, 0), (20, 5)]
 
 OFF_RANGE = [-1, -2, -1000, np.iinfo(np.int32).max, np.iinfo(np.int32).min]
 OFF_INT32 = [2**32, 2**32 + 1, 1 - 2**32, np.iinfo(np.int64).max, np.iinfo(np.int64).min]
@@ -67,6 +87,10 @@ KINDS = ["normal", "bits", "specials", "halfway", "ends", "zeros", "one"]
 
 @st.composite
 def layer(draw: st.DrawFn) -> AttentionSpec:
+    if draw(st.integers(0, 3)) == 0:
+        dtype = draw(st.sampled_from(MLA_KV_CACHE_DTYPES))
+        sizes = draw(st.sampled_from(LATENT_SIZES.get(dtype, OTHER_LATENT_SIZES)))
+        return MLAAttentionSpec(draw(st.sampled_from([1, 4, 8, 16, 3])), *sizes, dtype=dtype)
     dtype = draw(st.sampled_from(STORED_KV_CACHE_DTYPES))
     nvfp4 = dtype.parts[1].info.elements_per_scale is not None
     size, size_v = draw(st.sampled_from(HEAD_SIZES if nvfp4 else HEAD_SIZES + ODD_HEAD_SIZES))
@@ -162,6 +186,19 @@ FEW_PROGRAMS = [
         table=(1, 1),
     ),
 ]
+LATENT_PROGRAMS = [
+    Programs(
+        kvjax.unify_page_sizes(
+            [
+                MLAAttentionSpec(4, 128, 16, dtype=KVCacheDType.FP8_DS_MLA),
+                MLAAttentionSpec(4, 128, 16, dtype=KVCacheDType.NVFP4),
+            ]
+        ),
+        3,
+        (5,),
+        table=(2, 2),
+    ),
+]
 
 
 def numbers(seed: int, kinds: list[str], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -186,7 +223,7 @@ def numbers(seed: int, kinds: list[str], shape: tuple[int, ...], dtype: Any) -> 
                     x[i] = (rng.choice([-1, 1], size) * rng.choice(ends, size)).astype(dtype)
                 case "zeros":
                     x[i] = rng.choice([0.0, -0.0], size).astype(dtype)
-                case "one":
+                case "one" if x[i].size:
                     x[i].reshape(-1)[rng.integers(x[i].size)] = rng.standard_normal()
     return x
 
@@ -216,6 +253,8 @@ def slots(draw: st.DrawFn, count: int, num_slots: int, *, int64: bool, duplicate
 @st.composite
 def scales(draw: st.DrawFn, spec: AttentionSpec, per_head: tuple[bool, ...]) -> Scales:
     scale = st.sampled_from([1.0, 0.0173, 1.9, 2.0**-100, 2.0**100, 2.0**-20, 3e-5])
+    if spec.is_mla:
+        return (draw(scale),) * 2
     if spec.dtype in FP8_DTYPES and draw(st.sampled_from(per_head)):
         heads = st.lists(scale, min_size=spec.num_kv_heads, max_size=spec.num_kv_heads)
         return tuple(np.array(draw(heads), np.float32) for _ in range(2))
@@ -223,13 +262,18 @@ def scales(draw: st.DrawFn, spec: AttentionSpec, per_head: tuple[bool, ...]) -> 
 
 
 WRITES = {
-    donate: jax.jit(
-        kvjax.reshape_and_cache_flash,
+    (write, donate): jax.jit(
+        write,
         static_argnames=("unique_slots", "implementation"),
         donate_argnames="cache" if donate else None,
     )
+    for write in (kvjax.reshape_and_cache_flash, kvjax.concat_and_cache_mla)
     for donate in (False, True)
 }
+LATENT_ROWS = 9
+GATHER_LATENTS = jax.jit(
+    functools.partial(kvjax.gather_mla, num_tokens=LATENT_ROWS), static_argnames=("dtype", "implementation")
+)
 GATHER = jax.jit(kvjax.gather_kv, static_argnames=("dtype", "implementation"))
 COPY = jax.jit(kvjax.copy_blocks, donate_argnames="cache")
 STASH_BLOCKS = 2
@@ -260,7 +304,8 @@ class Arrays:
         self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool
     ) -> None:
         before = None if donate else self.pages()
-        write = self._undivided(slots, WRITES[donate], kvjax.reshape_and_cache_flash)
+        operation = kvjax.concat_and_cache_mla if spec.is_mla else kvjax.reshape_and_cache_flash
+        write = self._undivided(slots, WRITES[operation, donate], operation)
         written = self._run(write, spec, key, value, self._as(spec), slots, by=by, unique_slots=unique)
         if before is not None:
             assert_same_bytes(self.pages(), before)
@@ -269,6 +314,14 @@ class Arrays:
     def gather(self, spec: AttentionSpec, table: Any, lengths: Any, by: Scales, dtype: Any) -> list[np.ndarray]:
         gather = self._undivided(lengths, GATHER, kvjax.gather_kv)
         return [np.asarray(x) for x in self._run(gather, spec, self._as(spec), table, lengths, by=by, dtype=dtype)]
+
+    def gather_latents(
+        self, spec: AttentionSpec, table: Any, bounds: Any, starts: Any, by: Scales, dtype: Any
+    ) -> list[np.ndarray]:
+        undivided = functools.partial(kvjax.gather_mla, num_tokens=LATENT_ROWS)
+        gather = self._undivided(bounds, GATHER_LATENTS, undivided)
+        given = self._as(spec), table, bounds
+        return [np.asarray(x) for x in self._run(gather, spec, *given, by=by, seq_starts=starts, dtype=dtype)]
 
     def copy(self, pairs: np.ndarray) -> None:
         copy = self._undivided(pairs, COPY, kvjax.copy_blocks)
@@ -291,9 +344,11 @@ class Arrays:
         return jitted if self.x64 or indices.dtype == np.int32 else function
 
     def _run(self, call: Any, spec: AttentionSpec, *args: Any, by: Scales, **options: Any) -> Any:
-        asked = self.implementation if can_write(self.implementation, spec) else None
+        is_served = can_write(self.implementation, spec) and not (spec.is_mla and gather_rows.why_not(spec))
+        asked = self.implementation if is_served or self.implementation == "xla" else None
+        scales = {"scale": by[0]} if spec.is_mla else {"k_scale": by[0], "v_scale": by[1]}
         with jax.enable_x64(self.x64), self.context():
-            return jax.block_until_ready(call(*args, k_scale=by[0], v_scale=by[1], implementation=asked, **options))
+            return jax.block_until_ready(call(*args, **scales, implementation=asked, **options))
 
 
 class Tensors:
@@ -315,6 +370,11 @@ class Tensors:
     ) -> None:
         import kvjax_torch
 
+        if spec.is_mla:
+            with self._lent_latents(spec) as cache:
+                tensors = *map(self._tensor, (key, value)), cache, self._tensor(slots)
+                kvjax_torch.concat_and_cache_mla(*tensors, spec.dtype.value, self._scales(by)[0], unique_slots=unique)
+            return
         with self._lent(spec) as (key_cache, value_cache):
             kvjax_torch.reshape_and_cache_flash(
                 *map(self._tensor, (key, value)),
@@ -344,6 +404,39 @@ class Tensors:
                 dtype=torch_dtype(np.dtype(dtype)),
             )
         return [torch_helpers.to_numpy(x, dtype).reshape(tuple(x.shape)) for x in dense]
+
+    def gather_latents(
+        self, spec: AttentionSpec, table: Any, bounds: Any, starts: Any, by: Scales, dtype: Any
+    ) -> list[np.ndarray]:
+        import torch
+        from support import torch_helpers
+
+        import kvjax_torch
+        from kvjax_torch.arguments.dtypes import torch_dtype
+
+        dense = torch.empty(LATENT_ROWS, sum(spec.part_sizes), dtype=torch_dtype(np.dtype(dtype)), device=self.device)
+        table, bounds, starts = map(self._tensor, (table, bounds, starts))
+        with self._lent_latents(spec) as cache:
+            stored = LATENT_ROWS, spec.dtype.value, self._scales(by)[0]
+            kvjax_torch.gather_and_maybe_dequant_cache(cache, dense, table, bounds, None, *stored, starts)
+        rows = torch_helpers.to_numpy(dense, dtype).reshape(tuple(dense.shape))
+        return np.split(rows, spec.part_sizes[:1], axis=1)
+
+    @contextlib.contextmanager
+    def _lent_latents(self, spec: AttentionSpec):
+        """Pages with and without gaps."""
+        from kvjax_torch.arguments.dtypes import torch_dtype
+
+        self.calls += 1
+        real, gap = spec.real_page_size_bytes, 48 * (self.calls % 2)
+        spaced = np.pad(self.held[:, :real], [(0, 0), (0, gap)], constant_values=0xAB)
+        pages = self._tensor(spaced)
+        dtype = dataclasses.replace(spec, page_size_padded=None).array_dtype
+        rows = pages.view(torch_dtype(dtype))[:, : real // dtype.itemsize]
+        yield rows.unflatten(1, (spec.block_size, -1))
+        spaced = pages.cpu().numpy()
+        assert (spaced[:, real:] == 0xAB).all()
+        self.held[:, :real] = spaced[:, :real]
 
     @contextlib.contextmanager
     def _lent(self, spec: AttentionSpec):
@@ -405,9 +498,11 @@ class CacheMachine(RuleBasedStateMachine):
         spec, count, dtype, int64, donate = (draw(st.sampled_from(each)) for each in choices)
         where = draw(slots(count, self.num_blocks * spec.block_size, int64=int64, duplicates=not its.unique))
         by = draw(scales(spec, its.per_head))
+        heads, sizes = (
+            ((), spec.part_sizes) if spec.is_mla else ((spec.num_kv_heads,), (spec.head_size, spec.head_size_v))
+        )
         key, value = (
-            numbers(seed + half, kinds, (count, spec.num_kv_heads, size), INPUT_DTYPES[dtype])
-            for half, size in enumerate((spec.head_size, spec.head_size_v))
+            numbers(seed + half, kinds, (count, *heads, size), INPUT_DTYPES[dtype]) for half, size in enumerate(sizes)
         )
         self.driver.write(spec, key, value, where, by, unique=its.unique, donate=donate)
         self.model.write(spec, where, self.winners(spec, where, encode(spec, key, value, by)))
@@ -433,6 +528,9 @@ class CacheMachine(RuleBasedStateMachine):
     def gather(self, data, seed):
         choices = self.its.specs, self.its.dtypes, self.its.int64
         spec, dtype, int64 = (data.draw(st.sampled_from(each)) for each in choices)
+        if spec.is_mla:
+            self.gather_latents(data, seed, spec, np.dtype(INPUT_DTYPES[dtype]), np.int64 if int64 else np.int32)
+            return
         num_seqs, max_blocks = self.its.table
         most = max_blocks * spec.block_size
         length = st.integers(0, most) | st.sampled_from([most + 1, 10**6, -1, *([2**32 + 1] if int64 else [])])
@@ -447,6 +545,26 @@ class CacheMachine(RuleBasedStateMachine):
             expected = self.model.read(spec, (KEYS, VALUES)[half], table, lengths, by[half], out)
             same = assert_same_bytes if out == ELEMENT.get(spec.dtype) else assert_same_floats
             same(dense, expected)
+            DONE["numbers gathered"] += dense.size
+        DONE["gathers"] += 1
+
+    def gather_latents(self, data: st.DataObject, seed: int, spec: AttentionSpec, out: np.dtype, indices: type):
+        """Ranges of sequences, one after the other, some past their blocks; rows of no sequence after them."""
+        rng, (num_seqs, max_blocks) = np.random.default_rng(seed), self.its.table
+        bounds = np.array([0, *np.sort(rng.integers(0, LATENT_ROWS + 1, num_seqs))], indices)
+        starts = rng.integers(0, max_blocks * spec.block_size + 1, num_seqs).astype(indices)
+        table = rng.integers(-1, self.num_blocks + 1, (num_seqs, max_blocks)).astype(indices)
+        by = data.draw(scales(spec, self.its.per_head))
+        places: list[tuple[int, int] | None] = [None] * LATENT_ROWS
+        for seq in range(num_seqs):
+            for row in range(bounds[seq], bounds[seq + 1]):
+                column, token = divmod(int(starts[seq] + row - bounds[seq]), spec.block_size)
+                places[row] = (int(table[seq, column]), token) if column < max_blocks else None
+        got = self.driver.gather_latents(spec, table, bounds, starts, by, out)
+        expected, is_known = self.model.read_latents(spec, places, by[0], out)
+        for dense, wanted in zip(got, expected, strict=True):
+            assert dense.shape == wanted.shape
+            assert_same_floats(dense[is_known], wanted[is_known])
             DONE["numbers gathered"] += dense.size
         DONE["gathers"] += 1
 
@@ -502,23 +620,26 @@ MOST_PROGRAMS = 100
 MARKS = dict.fromkeys(ON_GPU, pytest.mark.gpu) | {"interpreted": pytest.mark.full}
 
 
-@pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.full)])
+@pytest.mark.parametrize("of", ["few", "latents", pytest.param("any", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in DRIVERS])
 def test_calls_in_any_order_leave_the_bytes_of_the_model(name: str, of: str):
     if name.startswith("torch"):
         pytest.importorskip("torch")
+    if SECONDS and of == "latents":
+        pytest.skip("the layers of a longer run are any")
     long = name in LONG_TO_COMPILE or (name == "xla" and jax.default_backend() != "cpu")
-    few = FEW_PROGRAMS[:3] if name == "interpreted" else FEW_PROGRAMS
+    few = {"few": FEW_PROGRAMS[:3] if name == "interpreted" else FEW_PROGRAMS, "latents": LATENT_PROGRAMS}.get(of)
     parts = {
         "make_driver": staticmethod(DRIVERS[name]),
-        "programs": st.sampled_from(few) if of == "few" and not SECONDS else programs(one_each=long),
+        "programs": st.sampled_from(few) if few and not SECONDS else programs(one_each=long),
     }
     machine = type(f"CacheMachine[{name}]", (CacheMachine,), parts)
     fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     if not SECONDS:
-        few = settings(fuzz, derandomize=True, max_examples=EXAMPLES[name], stateful_step_count=8)
+        examples = min(EXAMPLES[name], 8) if of == "latents" else EXAMPLES[name]
+        same = settings(fuzz, derandomize=True, max_examples=examples, stateful_step_count=8)
         with compilations() as compiled:
-            run_state_machine_as_test(machine, settings=few)
+            run_state_machine_as_test(machine, settings=same)
         assert compiled or name != "xla"
         assert len(compiled) <= MOST_PROGRAMS or (of == "any" and not long)
         return

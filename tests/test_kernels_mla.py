@@ -157,14 +157,19 @@ def test_compiled(dtype, sizes, q_len, heads, window):
     )
     kernel, merge = program.kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
-    assert kernel.spill_bytes <= SPILL_BYTES[spec.dtype.is_quantized]
+    assert kernel.spill_bytes <= SPILL_BYTES[dtype]
     assert "wgmma" in kernel.ptx
     # ptxas says so where it makes `wgmma` wait for each other.
     assert "serialized" not in kernel.ptxas_log
 
 
-SPILL_BYTES = {False: 160, True: 800}
-"""Results and logits fill the registers; while bytes are decoded, more are needed."""
+SPILL_BYTES = {
+    **{"bfloat16": 124, "float16": 104},
+    **{"fp8_e4m3": 708, "fp8_ds_mla": 684, "nvfp4": 664, "nvfp4_4over6": 716},
+}
+"""Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.1 and
+0.11.2 spill at most 24.
+"""
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():

@@ -200,7 +200,7 @@ def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: in
     if target == "h100" and "16" in spec.dtype.value:  # what needs no decoding takes wgmma there
         assert "wgmma" in kernel.ptx
         return
-    assert kernel.spill_bytes <= SPILL_BYTES
+    assert kernel.spill_bytes <= SPILL_BYTES.get(spec.dtype.value, 0)
     assert ("mma.sync" in kernel.ptx, "wgmma" in kernel.ptx) == (True, False)
     # Each element is decoded once, and transposed in registers.
     registers = spec.part_sizes[0] // (shares or (2 if q_len * heads <= 16 else 4)) // 4
@@ -209,8 +209,10 @@ def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: in
         assert ("e2m1x2" in kernel.ptx) == (target == "b200")
 
 
-SPILL_BYTES = 256
-"""The output and the latents of 16 tokens fill the registers, so that what a segment does not change is spilled."""
+SPILL_BYTES = {"bfloat16": 212, "fp8_ds_mla": 32, "nvfp4": 24}
+"""The output and the latents of 16 tokens fill the registers, so that what a segment does not change is spilled. jax
+0.12.0.1 spills 208 bytes of bfloat16, 0.11.1 and 0.11.2 spill 212, and at most 16 of the others.
+"""
 
 
 def plan(dtype: str, rows: int, target: Target | None = None, sizes: tuple[int, int] = (512, 64)) -> str | None:

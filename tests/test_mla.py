@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental import checkify
 from support import mla_reference
 from support.helpers import assert_same_bytes, cache_from_bytes, each_case, matrix, page_bytes, poisoned
-from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
+from support.mla_cases import SM_SCALE, assert_right, build, queries, spec_of
 
 import kvjax
 from benchmarks import mla_accuracy
@@ -44,18 +42,6 @@ from kvjax import (
 )
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
-
-
-def assert_right(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, seq: int, **options: Any) -> None:
-    """Against float64 over what is stored: float32's roundings, and that of the result to the query's dtype."""
-    query = np.concatenate([x.astype(np.float64) for x in q], axis=-1)
-    rank = problem.spec.kv_lora_rank
-    want, want_lse = mla_reference.attention(query, problem.keys[seq], rank, SM_SCALE, **options)
-    out, lse = np.asarray(out), np.asarray(lse)
-    assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
-    eps = float(ml_dtypes.finfo(q[0].dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64), want, rtol=eps, atol=2e-5)
-    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 11}, "cap": {"cap": 3.0}}
@@ -197,7 +183,7 @@ def test_no_kernel_attends_to_float32(operation: str):
     assert "mosaic" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
+@pytest.mark.parametrize("dtype", NAMES)
 def test_blocks_are_copied_and_swapped_with_all_that_they_hold(dtype: str):
     spec = spec_of(dtype)
     cache = poisoned(spec, 4)
@@ -319,6 +305,19 @@ def test_scales_of_a_checkpoint_are_those_of_its_keys():
         assert kvjax.load_kv_scales(of_values, model) == (KVScales(np.float32(1), np.float32(1)),) * 2
     [spec, _] = kvjax.resolve_layer_specs(model)
     assert spec == MLAAttentionSpec(16, 512, 64, dtype=KVCacheDType.FP8_E4M3)
+
+
+def test_skipped_layers_keep_latents_of_the_model_s_dtype():
+    """In 1,152 bytes a token beside 416 of the others, also in a pool of one page size."""
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model = kvjax.ModelKVConfig.from_hf_config(config | {"num_attention_heads": 4, "dtype": "bfloat16"})
+    specs = kvjax.resolve_layer_specs(model, "nvfp4", skip_layers=[0])
+    assert specs == tuple(spec_of(dtype, block_size=16) for dtype in ("bfloat16", "nvfp4", "nvfp4"))
+    assert [spec.bytes_per_token for spec in specs] == [1152, 416, 416]
+    pooled = kvjax.unify_page_sizes(specs)
+    assert [(spec.block_size, spec.page_size_bytes) for spec in pooled] == [(16, 18432), (32, 18432), (32, 18432)]
+    [ds, *others] = kvjax.resolve_layer_specs(model, "fp8_ds_mla", skip_layers=["1-2"])
+    assert (ds.bytes_per_token, {spec.bytes_per_token for spec in others}) == (656, {1152})
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head"])

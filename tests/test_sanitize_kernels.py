@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 from support.interpret_mode import interpret_mode
 
-from kvjax import STORED_KV_CACHE_DTYPES, UnsupportedError
+from kvjax import MLA_KV_CACHE_DTYPES, STORED_KV_CACHE_DTYPES, KVCacheDType, UnsupportedError
+from kvjax.kernels import mla
+from kvjax.kernels.attention.choice import BatchSizes, plain_problem
+from kvjax.kernels.target import Target
 
 KINDS = 3 * 2 + 2 * 2 * 2 + 2 * 2 + 2 * 2 * 2 + 2 * 2 * 2 * 2
 """Of unquantized caches, fp8, a scale for each token and head, NVFP4, and fp8 and int8 keys with both kinds of NVFP4
@@ -98,6 +102,121 @@ def test_it_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
         for _ in range(calls)
         for window in (None, 20)
     ]
+
+
+LATENTS = [(dtype, rope) for dtype in MLA_KV_CACHE_DTYPES for rope in (64, 32)]
+
+
+def test_latents_of_every_dtype_are_attended_to_by_both_kernels():
+    """On Hopper, of what each serves; that for few rows serves 16 bits on other GPUs alone."""
+    every = list(DRIVER["latent_kinds"](MLA_KV_CACHE_DTYPES))
+    assert [(spec.dtype, spec.qk_rope_head_dim) for spec in every] == LATENTS
+    kinds = set()
+    for spec in every:
+        for heads in DRIVER["_heads"](spec):
+            problem = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=heads, max_blocks=1))
+            kinds.add((spec.dtype, type(mla.choose(problem, Target())).__name__))
+    of_16_bits = {KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16}
+    quantized = set(MLA_KV_CACHE_DTYPES) - of_16_bits - {KVCacheDType.FLOAT32}
+    assert kinds == {(dtype, "MLAConfig") for dtype in of_16_bits | quantized} | {
+        (dtype, "DecodeConfig") for dtype in quantized
+    }
+
+
+@pytest.mark.full
+def test_it_says_what_it_ran_of_latents(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Writes, rotation and gathers are interpreted; attention, which takes minutes, is not run."""
+    run_latents, calls = DRIVER["run_latents"].__globals__, []
+
+    def watch(name: str, describe: Callable[..., object], runs: bool = True) -> None:
+        operation = run_latents[name]
+
+        def watched(*args: object, **options: object) -> object:
+            assert options["implementation"] == "mosaic"
+            calls.append(describe(args, options))
+            return operation(*args, **options) if runs else ()
+
+        monkeypatch.setitem(run_latents, name, watched)
+
+    watch("_concat", lambda _, options: options["unique_slots"])
+    watch("_rope", lambda _, options: (options["unique_slots"], options["is_neox"]))
+    watch("_gather_ranges", lambda _, options: options["num_tokens"])
+    watch("_attend_latents", lambda args, options: (args[0].shape[2], options["sliding_window"]), runs=False)
+    with interpret_mode():
+        DRIVER["main"](["--latents", "--attention", "--dtype", "fp8_ds_mla", "--num-tokens", "9"])
+    assert calls == [
+        call
+        for rope in (64, 32)
+        for is_unique in (False, True)
+        for call in (
+            *(is_unique, (is_unique, is_unique), 15 + 11 + 3),
+            *((heads, window) for heads in (16, 64) for window in (None, 20)),
+        )
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"wrote and gathered latents of fp8_ds_mla, {rope} rope" for rope in (64, 32)]
+
+
+@pytest.mark.parametrize("dtypes", [["nvfp4"], pytest.param([], marks=pytest.mark.full)], ids=["one", "all"])
+def test_from_torch_it_runs_what_torch_calls_of_latents(
+    dtypes: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    torch, kvjax_torch = pytest.importorskip("torch"), pytest.importorskip("kvjax_torch")
+    calls: dict[str, list[tuple[object, ...]]] = {}
+
+    def watch(name: str) -> None:
+        operation = getattr(kvjax_torch, name)
+
+        def watched(*args: object, **options: object) -> object:
+            result = operation(*args, **options)
+            calls.setdefault(name, []).append((args, options, result))
+            return result
+
+        monkeypatch.setattr(kvjax_torch, name, watched)
+
+    writes, read = ("concat_and_cache_mla", "concat_and_cache_mla_rope_fused"), "gather_and_maybe_dequant_cache"
+    attention = "mla_paged_attention", "mla_ragged_paged_attention"
+    for name in (*writes, read, *attention):
+        watch(name)
+    DRIVER["main"](["--latents", "--from-torch", "--attention", "--num-tokens", "20", "--dtype", *dtypes])
+    kinds = [kind for kind in LATENTS if not dtypes or kind[0].value in dtypes]
+    assert len(capsys.readouterr().out.splitlines()) == len(kinds)
+    for name in writes:
+        assert [options["unique_slots"] for _, options, _ in calls[name]] == [False, True] * len(kinds)
+    for (*_, slots, _, _, _), options, _ in calls[writes[1]]:
+        stored = slots[(slots >= 0) & (slots < 32)]
+        assert (len(stored.unique()) == len(stored)) == options["unique_slots"]
+    for args, _, _ in calls[writes[0]]:
+        assert all(x._base.storage_offset() * x.element_size() >= DRIVER["_OFFSET"] for x in args[:4])
+    assert len(calls[read]) == 2 * len(kinds)
+    for (cache, dense, table, bounds, *_), _, _ in calls[read]:
+        assert torch.isfinite(dense).all()
+        assert not dense[int(bounds[-1]) :].any(), "rows of no sequence"
+        assert dense[: int(bounds[-1])].any()
+        assert int(table.max()) == len(cache), "a block that is none"
+    specs = [
+        spec for spec in DRIVER["latent_kinds"](MLA_KV_CACHE_DTYPES) if (spec.dtype, spec.qk_rope_head_dim) in kinds
+    ]
+    expected = [
+        (heads, window) for spec in specs for _ in (0, 1) for heads in DRIVER["_heads"](spec) for window in (None, 20)
+    ]
+    for name in attention:
+        assert [(args[0].shape[-2], options["sliding_window"]) for args, options, _ in calls[name]] == expected
+        assert all(torch.isfinite(out).all() for _, _, (out, _) in calls[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--latents", "--dtype", "fp8_e5m2"], "--dtype: got fp8_e5m2, expected some of float32, "),
+        (["--dtype", "fp8_ds_mla", "nvfp4"], "--dtype: got fp8_ds_mla, expected some of float32, "),
+        (["--latents", "--prompts"], "--prompts excludes --from-torch and --latents"),
+    ],
+)
+def test_arguments_that_exclude_each_other(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        DRIVER["main"](arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_what_is_written_before_a_tensor_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -15,6 +15,11 @@ past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv
 `--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts, `--prompts` the prompt
 kernel; `--layouts` leaves out others.
 
+`--latents` runs the kernels of latents (MLA) instead: of every dtype, with 64 and with 32 rope elements, the write, the
+write with rotation (of neighbours where slots are repeated, of halves where they are unique) and the gather of ranges;
+with `--attention` those of `mla_paged_attention`, for 16 and for 64 heads, and from torch those that pack ragged
+queries. On Hopper 16 heads over quantized latents take the kernel for few rows, all else takes `wgmma`'s.
+
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes. The memory is then torch's: use
 `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for separate allocations.
@@ -23,10 +28,12 @@ tensors that start between multiples of 256 bytes. The memory is then torch's: u
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +43,41 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
 
 from kvjax import (
+    MLA_KV_CACHE_DTYPES,
     STORED_KV_CACHE_DTYPES,
     CacheLayout,
     FullAttentionSpec,
     KVCache,
     KVCacheDType,
+    MLAAttentionSpec,
     VScaleLayout,
+    concat_and_cache_mla,
     gather_kv,
+    gather_mla,
+    mla_paged_attention,
     paged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
+    rope_and_cache_mla,
 )
 from kvjax.kernels import codecs
 from kvjax.ops.route import Query, route
+
+if TYPE_CHECKING:
+    import torch
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
 _attend = jax.jit(paged_attention, static_argnames=("implementation", "sliding_window", "return_lse"))
 _attend_ragged = jax.jit(
     ragged_paged_attention, static_argnames=("implementation", "sliding_window", "max_q_len", "max_prompts")
+)
+_STATIC = "implementation", "unique_slots"
+_concat = jax.jit(concat_and_cache_mla, static_argnames=_STATIC, donate_argnames="cache")
+_rope = jax.jit(rope_and_cache_mla, static_argnames=(*_STATIC, "is_neox"), donate_argnames="cache")
+_gather_ranges = jax.jit(gather_mla, static_argnames=("implementation", "num_tokens", "dtype"))
+_attend_latents = jax.jit(
+    mla_paged_attention, static_argnames=("implementation", "sliding_window", "return_lse", "sm_scale")
 )
 
 _OFFSET, _POISON = 16, 0xAB
@@ -75,6 +98,12 @@ def kinds(
             yield spec, (num_kv_heads,)
 
 
+def latent_kinds(dtypes: Sequence[KVCacheDType]) -> Iterator[MLAAttentionSpec]:
+    """Yields specs of latents of every dtype, with two sizes of rope keys."""
+    for dtype, rope in itertools.product(dtypes, (64, 32)):
+        yield MLAAttentionSpec(16, 512, rope, dtype=dtype)
+
+
 def run(
     spec: FullAttentionSpec,
     scale_shape: tuple[int, ...],
@@ -89,10 +118,7 @@ def run(
     """
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
-    unique_slots = rng.permutation(num_blocks * spec.block_size)[:num_tokens].astype(np.int32)
-    unique_slots[5::7], unique_slots[6::7] = -1, num_blocks * spec.block_size
-    slots = unique_slots.copy()
-    slots[4::7] = np.resize(slots[3::7], slots[4::7].shape)
+    slots, unique_slots = _slots(rng, num_tokens, num_blocks * spec.block_size)
     shape = num_tokens, spec.num_kv_heads, spec.head_size
     key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
     scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
@@ -123,7 +149,18 @@ def run(
             )
 
 
-def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:
+def _slots(rng: np.random.Generator, num_tokens: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns slots, some of no cache: some of two tokens, and unique ones."""
+    unique = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
+    unique[5::7], unique[6::7] = -1, num_slots
+    repeated = unique.copy()
+    repeated[4::7] = np.resize(repeated[3::7], repeated[4::7].shape)
+    return repeated, unique
+
+
+@contextlib.contextmanager
+def _in_torch(*arrays: jax.Array) -> Iterator[list[torch.Tensor]]:
+    """Copies to torch's memory; memcheck checks accesses past its end, this those before its start."""
     import torch
 
     import kvjax_torch
@@ -131,12 +168,24 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
     memories = []
 
     def copied(array: jax.Array) -> torch.Tensor:
-        """Copies to torch's memory; memcheck checks accesses past its end, the caller those before its start."""
         tensor = kvjax_torch.to_torch(array)
         memories.append(torch.full((_OFFSET + array.nbytes,), _POISON, dtype=torch.uint8, device=tensor.device))
         return memories[-1][_OFFSET:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = map(copied, arrays)
+    yield [copied(array) for array in arrays]
+    if any((memory[:_OFFSET] != _POISON).any() for memory in memories):
+        raise AssertionError("a kernel wrote before the start of a tensor")
+
+
+def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:
+    with _in_torch(*arrays) as tensors:
+        _run_on_tensors(spec, unique_slots, *tensors)
+
+
+def _run_on_tensors(spec: FullAttentionSpec, unique_slots: bool, *tensors: torch.Tensor) -> None:
+    import kvjax_torch
+
+    key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = tensors
     scales = k_scale, v_scale
     is_hnd, pages = spec.layout is CacheLayout.HND, kv.flatten(1)
     sizes = [sum(row) // kv.element_size() for row in spec.row_bytes]
@@ -154,15 +203,84 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Ar
         options = {**layout, "sliding_window": window, "return_lse": True}
         out, lse = kvjax_torch.paged_attention(query, *caches, *sequences, dtype, *scales, **options)
         out.cpu(), lse.cpu()
-    if any((memory[:_OFFSET] != _POISON).any() for memory in memories):
-        raise AssertionError("a kernel wrote before the start of a tensor")
+
+
+def run_latents(spec: MLAAttentionSpec, num_tokens: int, is_from_torch: bool, attends: bool = False) -> None:
+    """As `run` with latents: writes them, writes them with rotated rope keys, and gathers ranges of two sequences."""
+    rng = np.random.default_rng(0)
+    num_blocks = -(-num_tokens // spec.block_size)
+    num_slots = num_blocks * spec.block_size
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+    slots, unique_slots = _slots(rng, num_tokens, num_slots)
+    rank, rope = spec.part_sizes
+    kv_c, k_pe, q_pe = normal(num_tokens, rank), normal(num_tokens, rope), normal(num_tokens, 3, rope)
+    rotation = rng.permutation(num_tokens).astype(np.int32), normal(num_tokens, rope)
+    blocks, lengths = np.arange(num_blocks, dtype=np.int32), np.int32([num_slots, num_slots // 2 + 3])
+    table = np.stack([blocks, np.roll(blocks, 1)])  # neighbours in one page, and in pages that are not
+    table[1, -1] = num_blocks  # which is none
+    starts = np.int32([1, num_slots - lengths[1] - 1])
+    bounds = np.int32([0, num_slots - 1, num_slots - 1 + lengths[1]])
+    ranges = table, bounds, starts
+    queries = [(normal(2, 1, heads, rank), normal(2, 1, heads, rope)) for heads in _heads(spec) if attends]
+    for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
+        cache, scale = KVCache.allocate(spec, num_blocks), jnp.float32(0.02)
+        if is_from_torch:
+            arrays = kv_c, k_pe, q_pe, cache.kv, slot_mapping, *rotation, *ranges, lengths, scale, *sum(queries, ())
+            with _in_torch(*jax.block_until_ready([jnp.asarray(x) for x in arrays])) as tensors:
+                _run_latents_on_tensors(spec, is_unique, *tensors)
+            continue
+        options = {"scale": scale, "implementation": "mosaic"}
+        cache = _concat(kv_c, k_pe, cache, slot_mapping, **options, unique_slots=is_unique)
+        choices = {**options, "unique_slots": is_unique, "is_neox": is_unique}
+        rotated, cache = _rope(q_pe, kv_c, k_pe, cache, slot_mapping, *rotation, **choices)
+        num_rows = int(bounds[-1]) + 3
+        gathered = _gather_ranges(cache, *ranges[:2], seq_starts=starts, num_tokens=num_rows, **options)
+        jax.block_until_ready((rotated, gathered))
+        for query, window in itertools.product(queries, (None, 20)):
+            attention = {**options, "sm_scale": 0.1, "sliding_window": window, "return_lse": True}
+            jax.block_until_ready(_attend_latents(*query, cache, table, lengths, **attention))
+
+
+def _heads(spec: MLAAttentionSpec) -> list[int]:
+    """Returns numbers of query heads that kernels serve, for each kernel one."""
+    query = Query(np.dtype(jnp.bfloat16))
+    return [heads for heads in (16, 64) if route(spec, query._replace(rows=heads), None).why_no_decode_kernel is None]
+
+
+def _run_latents_on_tensors(spec: MLAAttentionSpec, unique_slots: bool, *tensors: torch.Tensor) -> None:
+    import torch
+
+    import kvjax_torch
+
+    kv_c, k_pe, q_pe, cache, slots, positions, cos_sin_cache, table, bounds, starts, lengths, scale, *rest = tensors
+    stored = spec.dtype.value, scale
+    kvjax_torch.concat_and_cache_mla(kv_c, k_pe, cache, slots, *stored, unique_slots=unique_slots)
+    turned, rope = (positions, q_pe, k_pe, kv_c, cos_sin_cache, unique_slots), {"unique_slots": unique_slots}
+    kvjax_torch.concat_and_cache_mla_rope_fused(*turned, slots, cache, *stored, **rope)
+    num_rows = int(bounds[-1]) + 3
+    dense = kv_c.new_empty(num_rows, sum(spec.part_sizes))
+    kvjax_torch.gather_and_maybe_dequant_cache(cache, dense, table, bounds, None, num_rows, *stored, starts)
+    dense.cpu()  # arrays are freed only after this
+    for (q_nope, q_pe), window in itertools.product(zip(rest[::2], rest[1::2], strict=True), (None, 20)):
+        options = {"sm_scale": 0.1, "sliding_window": window, "return_lse": True}
+        out, lse = kvjax_torch.mla_paged_attention(q_nope, q_pe, cache, table, lengths, *stored, **options)
+        ends = torch.arange(3, dtype=torch.int32, device=out.device)
+        packed = q_nope[:, 0], q_pe[:, 0], cache, table, lengths, ends, *stored
+        rows, _ = kvjax_torch.mla_ragged_paged_attention(*packed, **options)
+        out.cpu(), lse.cpu(), rows.cpu()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    dtypes = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES]
-    parser.add_argument("--dtype", choices=dtypes, nargs="*", default=dtypes, help="KV cache dtypes")
+    every = [dtype.value for dtype in STORED_KV_CACHE_DTYPES if dtype in codecs.DTYPES]
+    latent = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
+    choices = list(dict.fromkeys([*every, *latent]))
+    parser.add_argument("--dtype", choices=choices, nargs="*", help="KV cache dtypes; default: all")
+    parser.add_argument("--latents", action="store_true", help="run the kernels of latents (MLA) instead")
     parser.add_argument(
         "--num-tokens",
         type=int,
@@ -177,9 +295,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layouts", choices=list(CacheLayout), nargs="*", default=list(CacheLayout))
     parser.add_argument("--from-torch", action="store_true", help="launch on torch's stream")
     args = parser.parse_args(arguments)
-    if args.prompts and args.from_torch:
-        parser.error("--prompts excludes --from-torch")
-    for spec, scale_shape in kinds([KVCacheDType(name) for name in args.dtype], args.num_kv_heads, args.head_size):
+    if args.prompts and (args.from_torch or args.latents):
+        parser.error("--prompts excludes --from-torch and --latents")
+    served = latent if args.latents else every
+    if unserved := set(args.dtype or ()).difference(served):
+        parser.error(f"--dtype: got {', '.join(sorted(unserved))}, expected some of {', '.join(served)}")
+    dtypes = [KVCacheDType(name) for name in args.dtype or served]
+    for latents in latent_kinds(dtypes) if args.latents else ():
+        for num_tokens in args.num_tokens:
+            run_latents(latents, num_tokens, args.from_torch, args.attention)
+        print(f"wrote and gathered latents of {latents.dtype.value}, {latents.qk_rope_head_dim} rope", flush=True)
+    for spec, scale_shape in () if args.latents else kinds(dtypes, args.num_kv_heads, args.head_size):
         if spec.layout not in args.layouts:
             continue
         for num_tokens in args.num_tokens:

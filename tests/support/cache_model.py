@@ -1,6 +1,7 @@
 """What a cache has to hold after any calls: a dictionary from token to stored rows, kept in numpy alone.
 
-Rows and their places are those of reference.py. Whatever no token was written to keeps the bytes it had.
+Rows and their places are those of reference.py, of latents (MLA) of mla_reference.py. Whatever no token was written to
+keeps the bytes it had.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvjax import AttentionSpec
-from support import reference
+from kvjax import AttentionSpec, KVCacheDType
+from support import mla_reference, reference
 from support.reference import KEYS, VALUES
 
 Rows = tuple[list[np.ndarray], list[np.ndarray]]
-"""Of one token, its keys and its values: data and, where there are some, scales, each `[num_kv_heads, bytes]`."""
+"""Of one token, its keys and its values: data and, where there are some, scales, each `[num_kv_heads, bytes]`.
+
+A latent and its rope keys are the data of keys, `[1, bytes_per_token]`, and there are no values.
+"""
 
 Scales = tuple[np.ndarray | float, np.ndarray | float]
 
@@ -23,6 +27,9 @@ Scales = tuple[np.ndarray | float, np.ndarray | float]
 @functools.cache
 def offsets(spec: AttentionSpec, half: int) -> list[np.ndarray]:
     """Where in a page the rows of every token lie: of each part `[block_size, num_kv_heads, bytes]`."""
+    if spec.is_mla:
+        every = np.arange(spec.block_size * spec.bytes_per_token)
+        return [every.reshape(spec.block_size, 1, -1)] if half == KEYS else []
     tokens = [
         [reference.byte_offsets(spec, half, token, head) for head in range(spec.num_kv_heads)]
         for token in range(spec.block_size)
@@ -31,7 +38,9 @@ def offsets(spec: AttentionSpec, half: int) -> list[np.ndarray]:
 
 
 def encode(spec: AttentionSpec, key: np.ndarray, value: np.ndarray, scales: Scales) -> list[Rows]:
-    """The rows that each token is stored as."""
+    """The rows that each token is stored as; of latents, `key` are these and `value` rope keys."""
+    if spec.is_mla:
+        return [([row[None]], []) for row in mla_reference.rows(spec, key, value, float(np.float32(scales[0])))]
     keys, values = (
         reference.encode(x, reference.part(spec, half), scales[half]) for half, x in ((KEYS, key), (VALUES, value))
     )
@@ -110,6 +119,29 @@ class CacheModel:
                     reference.decode(rows, reference.part(spec, half), scale), dtype
                 )
         return dense.reshape(table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads, size)
+
+    def read_latents(
+        self, spec: AttentionSpec, places: Iterable[tuple[int, int] | None], scale: Scales, dtype: np.dtype
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """What a gather of tokens gives, each a block and its index there, or None for none: latents and rope keys.
+
+        And which of these rows are known: bytes that no write left may be a scale that XLA on a CPU flushes to zero.
+        """
+        places = [place if place is not None and 0 <= place[0] < len(self) else None for place in places]
+        stored = np.zeros((len(places), spec.bytes_per_token), np.uint8)
+        for row, place in zip(stored, places, strict=True):
+            if place is not None:
+                row[:] = self._rows(spec, KEYS, *place)[0][0]
+        is_known = np.ones(len(places), bool)
+        if spec.dtype is KVCacheDType.FP8_DS_MLA:
+            scales = stored[:, (rank := spec.part_sizes[0]) : rank + rank // 32].copy().view(np.float32)
+            is_known = ~((scales != 0) & (np.abs(scales) < 2.0**-126)).any(axis=1)
+        dense = [reference.cast(x, dtype) for x in mla_reference.decoded(spec, stored, float(np.float32(scale)))]
+        for row, place in enumerate(places):
+            if place is None:
+                for x in dense:
+                    x[row] = 0
+        return dense, is_known
 
     def _rows(self, spec: AttentionSpec, half: int, block: int, token: int) -> list[np.ndarray]:
         if self.owner.get(block) == spec and (block, token) in self.tokens:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
@@ -65,3 +66,15 @@ def queries(spec: MLAAttentionSpec, shape: tuple[int, ...], dtype: str) -> tuple
         rng.standard_normal((*shape, size)).astype(np.float32).astype(INPUT_DTYPES[dtype]) for size in spec.part_sizes
     )
     return q_nope, q_pe
+
+
+def assert_right(problem: Problem, q: Sequence[np.ndarray], out: Any, lse: Any, seq: int, **options: Any) -> None:
+    """Against float64 over what is stored: float32's roundings, and that of the result to the query's dtype."""
+    query = np.concatenate([x.astype(np.float64) for x in q], axis=-1)
+    rank = problem.spec.kv_lora_rank
+    want, want_lse = mla_reference.attention(query, problem.keys[seq], rank, SM_SCALE, **options)
+    out, lse = np.asarray(out), np.asarray(lse)
+    assert (out.dtype, lse.dtype) == (q[0].dtype, np.float32)
+    eps = float(ml_dtypes.finfo(q[0].dtype).eps)
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=eps, atol=2e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-5)
