@@ -42,7 +42,7 @@ DEV_EXTRAS += $(if $(GPUS),$(comma)cuda13)
 
 # Tests on a GPU take the Python that has jax for it, from the machine and not from an environment made here.
 PYTHON ?= python3
-# They spend most of their time compiling, on the CPU; each process takes 2 to 4 GB of a GPU's memory.
+# They spend most of their time compiling, on the CPU. An H100's memory was enough for 18 processes.
 GPU_WORKERS ?= $(shell cores=$$(nproc) most=$$((18 * $$(nvidia-smi -L 2>/dev/null | wc -l))); \
   echo $$((cores < most ? cores : most)))
 
@@ -67,7 +67,6 @@ test-newest: ## every test with the newest version of each dependency, to see wh
 	@tools/setup_env.sh $(NEWEST_ENV) --upgrade --upgrade-strategy eager -e '.[$(subst $() ,,$(DEV_EXTRAS))]'
 	$(NEWEST_ENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# The names of those that failed come last.
 test-gpu: ## the tests that need a GPU, on every GPU, with the machine's own Python (PYTHON=python3, ARGS=--full)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=.:interop \
 	  $(PYTHON) -m pytest -n $(GPU_WORKERS) --dist loadgroup -m gpu $(ARGS)

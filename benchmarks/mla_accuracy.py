@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, latents
 from kvjax.table import markdown_table
 
-RANK, ROPE, TOKENS, ROWS, HEADS, SAMPLES = 512, 64, 1024, 16, 16, 4
+TOKENS, ROWS, HEADS, SAMPLES = 1024, 16, 16, 4
 MAGNITUDES = (0.003, 0.03, 0.3)
-BLOCK_SIZE = 64
 
 
 def sample(magnitude: float, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -39,7 +39,7 @@ def sample(magnitude: float, seed: int = 0) -> tuple[np.ndarray, ...]:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _attended(q_nope: Any, q_pe: Any, kv_c: Any, k_pe: Any, scale: Any, *, spec: kvjax.MLAAttentionSpec) -> jax.Array:
-    num_blocks = TOKENS // BLOCK_SIZE
+    num_blocks = TOKENS // MLA_BLOCK_SIZE
     cache = kvjax.concat_and_cache_mla(
         kv_c, k_pe, kvjax.KVCache.allocate(spec, num_blocks), jnp.arange(TOKENS), scale=scale
     )
@@ -49,7 +49,7 @@ def _attended(q_nope: Any, q_pe: Any, kv_c: Any, k_pe: Any, scale: Any, *, spec:
 
 def error(dtype: kvjax.KVCacheDType, magnitude: float, *, calibrated: bool = True) -> float:
     """Returns the relative error of a dtype, with the scale of `calibrate` or with 1."""
-    spec = kvjax.MLAAttentionSpec(BLOCK_SIZE, RANK, ROPE, dtype=dtype)
+    spec = latents(dtype)
     plain = dataclasses.replace(spec, dtype=kvjax.KVCacheDType.FLOAT32)
     samples = [sample(magnitude, seed) for seed in range(SAMPLES)]
     [scales] = kvjax.calibrate([spec], [[arrays[2:]] for arrays in samples])
@@ -65,7 +65,7 @@ def table() -> str:
     for dtype in kvjax.MLA_KV_CACHE_DTYPES[1:]:
         for calibrated in (True, False) if dtype.takes_scale else (True,):
             name = f"{dtype.value}, scale 1" if not calibrated else dtype.value
-            spec = kvjax.MLAAttentionSpec(BLOCK_SIZE, RANK, ROPE, dtype=dtype)
+            spec = latents(dtype)
             errors = (f"{100 * error(dtype, magnitude, calibrated=calibrated):.2g}%" for magnitude in MAGNITUDES)
             rows.append((name, f"{spec.bytes_per_token:,}", *errors))
     header = ("dtype", "bytes/token", *(f"magnitude {magnitude:g}" for magnitude in MAGNITUDES))

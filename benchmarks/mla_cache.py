@@ -16,9 +16,9 @@ import kvjax
 from benchmarks import compare, output, workload
 from benchmarks.peers import in_torch
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
+from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, latents
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
-BLOCK_SIZE, RANK, ROPE = 64, 512, 64
 SCALE, NUM_SEQS = 0.037, 4
 
 DTYPES = output.define_dtypes(kvjax.MLA_KV_CACHE_DTYPES)
@@ -34,7 +34,7 @@ class LatentsJob:
 
     @property
     def spec(self) -> MLAAttentionSpec:
-        return MLAAttentionSpec(BLOCK_SIZE, RANK, ROPE, dtype=self.dtype)
+        return latents(self.dtype)
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class LatentsJob:
 
     @property
     def num_blocks(self) -> int:
-        blocks_a_call = NUM_SEQS * -(-self.num_tokens // (NUM_SEQS * BLOCK_SIZE))
+        blocks_a_call = NUM_SEQS * -(-self.num_tokens // (NUM_SEQS * MLA_BLOCK_SIZE))
         return max(workload.sizes().cache_bytes // self.spec.page_size_bytes, blocks_a_call)
 
 
@@ -62,7 +62,7 @@ class LatentsInputs:
         turns = workload.sizes().rotation_bytes // job.bytes_moved
         self.turns = min(max(turns, 1), workload.MAX_BATCHES)
         rows = np.resize(distinct, (job.num_tokens * self.turns, RANK + ROPE))
-        slots = np.resize(rng.permutation(job.num_blocks * BLOCK_SIZE).astype(np.int32), len(rows))
+        slots = np.resize(rng.permutation(job.num_blocks * MLA_BLOCK_SIZE).astype(np.int32), len(rows))
         pairs = (np.array_split(x, self.turns) for x in (rows, slots))
         self.batches = [
             jax.device_put((each[:, :RANK].copy(), each[:, RANK:].copy(), own))
@@ -89,7 +89,7 @@ class LatentsInputs:
     def full(self) -> KVCache:
         """A cache in which every token is written."""
         cache, write = self.poisoned(), self.written("xla")
-        slots, size = np.arange(self.job.num_blocks * BLOCK_SIZE, dtype=np.int32), self.job.num_tokens
+        slots, size = np.arange(self.job.num_blocks * MLA_BLOCK_SIZE, dtype=np.int32), self.job.num_tokens
         kv_c, k_pe, _ = self.batches[0]
         for start in range(0, len(slots), size):
             cache = write(
@@ -100,7 +100,7 @@ class LatentsInputs:
     def ranges(self) -> list[tuple[jax.Array, jax.Array]]:
         """Block tables and cumulative lengths of gathers."""
         bounds = np.linspace(0, self.job.num_tokens, NUM_SEQS + 1).astype(np.int32)
-        blocks = -(-int(np.diff(bounds).max()) // BLOCK_SIZE)
+        blocks = -(-int(np.diff(bounds).max()) // MLA_BLOCK_SIZE)
         tables = (np.resize(table, (NUM_SEQS, blocks)) for table in self.tables)
         return [jax.device_put((table, bounds)) for table in tables]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import AttentionSpec, CacheLayout, FullAttentionSpec, KVCacheDType
+from kvjax import AttentionSpec, CacheLayout, FullAttentionSpec, KVCacheDType, MLAAttentionSpec
 
 BLOCK_SIZE = 16
 
@@ -195,6 +195,14 @@ HOST_RAGGED_ROWS = (
 """Steps for CPUs and smoke tests."""
 
 RAGGED_ROWS_BY_NAME = {row.name: row for row in (*RAGGED_ROWS, *HOST_RAGGED_ROWS)}
+
+
+MLA_BLOCK_SIZE, RANK, ROPE = 64, 512, 64
+"""DeepSeek's latents and rope keys, in blocks as vLLM's kernels take them."""
+
+
+def latents(dtype: KVCacheDType) -> MLAAttentionSpec:
+    return MLAAttentionSpec(MLA_BLOCK_SIZE, RANK, ROPE, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,11 @@ from benchmarks.peers import attends_flashinfer, in_torch
 from benchmarks.peers.attention_inputs import OWN_ERROR, PEER_ERROR, CheckedInputs, compiling, indices
 from benchmarks.peers.in_torch import borrow
 from benchmarks.peers.peer import Peer, Run, own_peers
-from benchmarks.shapes import MLARow
+from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, MLARow, latents
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
 BFLOAT16, FP8, FP8_DS_MLA = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_DS_MLA
-BLOCK_SIZE, RANK, ROPE, SM_SCALE = 64, 512, 64, 192**-0.5
+SM_SCALE = 192**-0.5
 SCALE = 0.01  # the layer's, of dtypes that have one
 SPARSE_HEADS = 64  # the fewest of FlashMLA's kernel for sparse attention
 
@@ -37,7 +37,7 @@ class MLAJob:
 
     @property
     def spec(self) -> MLAAttentionSpec:
-        return MLAAttentionSpec(BLOCK_SIZE, RANK, ROPE, dtype=self.dtype)
+        return latents(self.dtype)
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class MLAJob:
 
     @property
     def blocks_a_seq(self) -> int:
-        return -(-self.row.seq_len // BLOCK_SIZE)
+        return -(-self.row.seq_len // MLA_BLOCK_SIZE)
 
     @property
     def bytes_moved(self) -> int:
@@ -89,7 +89,7 @@ class MLAInputs(CheckedInputs):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _filled(cache: KVCache, blocks: jax.Array, key: jax.Array) -> KVCache:
-    slots = (blocks[:, None] * BLOCK_SIZE + jnp.arange(BLOCK_SIZE, dtype=jnp.int32)).reshape(-1)
+    slots = (blocks[:, None] * MLA_BLOCK_SIZE + jnp.arange(MLA_BLOCK_SIZE, dtype=jnp.int32)).reshape(-1)
     tokens = jax.random.normal(key, (slots.size, RANK + ROPE), workload.INPUT_DTYPE)
     return kvjax.concat_and_cache_mla(tokens[:, :RANK], tokens[:, RANK:], cache, slots, unique_slots=True)
 
@@ -148,7 +148,7 @@ def flashinfer_run(inputs: MLAInputs) -> Run:
         num_heads=row.num_heads,
         head_dim_ckv=RANK,
         head_dim_kpe=ROPE,
-        page_size=BLOCK_SIZE,
+        page_size=MLA_BLOCK_SIZE,
         causal=row.q_len > 1,
         sm_scale=SM_SCALE,
         q_data_type=q_nope.dtype,
@@ -168,7 +168,7 @@ def vllm_run(inputs: MLAInputs) -> Run:
 
     row = inputs.job.row
     q_nope, q_pe, cache, table, lens = inputs.in_torch()
-    latents, rope_keys = cache.unsqueeze(-2).split([RANK, ROPE], dim=-1)
+    values, rope_keys = cache.unsqueeze(-2).split([RANK, ROPE], dim=-1)
     cu_q_lens = torch.arange(row.num_seqs + 1, dtype=torch.int32, device=cache.device) * row.q_len
     sizes = {"max_seqlen_q": row.q_len, "max_seqlen_k": row.seq_len, "cu_seqlens_q": cu_q_lens, "causal": True}
     metadata = get_scheduler_metadata(
@@ -179,14 +179,14 @@ def vllm_run(inputs: MLAInputs) -> Run:
         headdim_v=RANK,
         cache_seqlens=lens,
         qkv_dtype=cache.dtype,
-        page_size=BLOCK_SIZE,
+        page_size=MLA_BLOCK_SIZE,
         **sizes,
     )
     attend = functools.partial(
         flash_attn_varlen_func,
         q=q_pe.flatten(0, 1),
         k=rope_keys,
-        v=latents,
+        v=values,
         q_v=q_nope.flatten(0, 1),
         seqused_k=lens,
         block_table=table,
@@ -208,7 +208,9 @@ def flashmla_run(inputs: MLAInputs) -> Run:
     query, mode = torch.cat(queries, dim=-1), {"causal": True}
     if inputs.job.dtype is FP8_DS_MLA:
         query = torch.nn.functional.pad(query, (0, 0, 0, max(SPARSE_HEADS - row.num_heads, 0)))
-        slots = table.unsqueeze(-1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE, dtype=torch.int32, device=table.device)
+        slots = table.unsqueeze(-1) * MLA_BLOCK_SIZE + torch.arange(
+            MLA_BLOCK_SIZE, dtype=torch.int32, device=table.device
+        )
         mode = {"is_fp8_kvcache": True, "indices": slots.flatten(1)[:, None, : row.seq_len].contiguous()}
     metadata, _ = get_mla_metadata()  # the first call fills it, others reuse it
     args = query, cache.unsqueeze(-2), table, lens, RANK, metadata

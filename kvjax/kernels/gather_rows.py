@@ -42,7 +42,7 @@ from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
 ROWS = 4
-"""Rows of a program: one by one, eight loads by each thread, of latents and of rope keys, are in flight at once."""
+"""Rows of a program. Where they are loaded one by one, each thread has eight loads in flight, half of rope keys."""
 
 
 class RowArrays(NamedTuple):
