@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -247,9 +247,9 @@ def test_an_import_pads_with_no_block(memory, monkeypatch: pytest.MonkeyPatch):
     """What a block holds that is written twice is unspecified."""
     blocks, put = [], pinned.put
 
-    def recorded(kv: jax.Array, pages: jax.Array, to_blocks: np.ndarray, layer: Any) -> jax.Array:
-        blocks.append(to_blocks)
-        return put(kv, pages, to_blocks, layer)
+    def recorded(kv: jax.Array, parts: Sequence[tuple[jax.Array, np.ndarray]], layer: Any) -> jax.Array:
+        blocks.extend(to_blocks for _, to_blocks in parts)
+        return put(kv, parts, layer)
 
     monkeypatch.setattr(pinned, "put", recorded)
     host = moved(poisoned(simple_spec(), NUM_BLOCKS), memory)
@@ -374,6 +374,18 @@ def test_a_gpu_moves_pages_by_one_kernel_without_temporary_memory(dtype, layer):
     [scatter] = [line for line in written.hlo.splitlines() if " scatter(" in line]
     assert f" = {row}" in scatter
     assert "unique_indices=true" in scatter
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, NVFP4])
+def test_pages_are_stored_in_device_memory_without_atomic_operations(dtype):
+    """XLA takes them where indices may repeat: pages from pinned memory came at 76% of a copy's rate, not 88."""
+    spec = simple_spec(dtype)
+    kv = jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS, 3), spec.array_dtype)
+    pages = jax.ShapeDtypeStruct((4, *kv.shape[1:]), f"uint{8 * kv.dtype.itemsize}")
+    stored = compile_for("h100", blocks_module._put, kv, pages, np.arange(4, dtype=np.int32), None, donate_argnums=0)
+    [scatter] = [line for line in stored.hlo.splitlines() if " scatter(" in line]
+    assert "unique_indices=true" in scatter
+    assert stored.alias_size == stored.output_size
 
 
 @pytest.mark.gpu

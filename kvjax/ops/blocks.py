@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -167,11 +167,8 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
             pages = _regroup(pages, source.spec, *shares)
         return jax.device_put(pages, sharding)
 
-    pages_of_parts = [moved(from_blocks) for from_blocks, _ in parts]  # all before the destination is donated
-    kv = destination.kv
-    for pages, (_, to_blocks) in zip(pages_of_parts, parts, strict=True):
-        kv = _with_pages("destination", kv, pages, to_blocks, layer)
-    return dataclasses.replace(destination, kv=kv)
+    pages = [(moved(from_blocks), to_blocks) for from_blocks, to_blocks in parts]  # all before anything is donated
+    return dataclasses.replace(destination, kv=_with_pages("destination", destination.kv, pages, layer))
 
 
 def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
@@ -207,7 +204,7 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 def put_pages(what: str, cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
     """Writes pages of `pages_from_host` into blocks, int32, of the cache `what`, which it donates; no padding."""
     to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
-    return dataclasses.replace(cache, kv=_with_pages(what, cache.kv, pages, to_blocks, None))
+    return dataclasses.replace(cache, kv=_with_pages(what, cache.kv, [(pages, to_blocks)], None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -359,7 +356,10 @@ def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Arra
 def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     sharding = jax.typeof(kv).sharding
     pages = lax.bitcast_convert_type(pages, kv.dtype)
-    return kv.at[_index(blocks, layer)].set(pages, mode="drop", out_sharding=sharding if sharding.spec[0] else None)
+    # What two pairs write is unspecified. Where indices may repeat, XLA stores with atomic operations, byte by byte.
+    return kv.at[_index(blocks, layer)].set(
+        pages, mode="drop", unique_indices=True, out_sharding=sharding if sharding.spec[0] else None
+    )
 
 
 def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
@@ -376,10 +376,16 @@ def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Ar
     return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
 
 
-def _with_pages(what: str, kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+def _with_pages(
+    what: str, kv: jax.Array, parts: Sequence[tuple[jax.Array, np.ndarray]], layer: ArrayLike | None
+) -> jax.Array:
     """Returns the array of the cache `what`, which it donates, in its memory, with pages that `_taken` returned."""
     with _named_views(what, kv):
-        return (pinned.put if is_pinned(kv) else _put_jit)(kv, pages, blocks, layer)
+        if is_pinned(kv):
+            return pinned.put(kv, parts, layer)
+        for pages, blocks in parts:
+            kv = _put_jit(kv, pages, blocks, layer)
+        return kv
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -35,18 +35,20 @@ def take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array
     return jax.device_put(pages, jax.memory.Space.Device)
 
 
-def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
-    """Returns the cache's array, which it donates and writes in place, with `pages`, as `take` returns them.
+def put(kv: jax.Array, parts: Sequence[tuple[jax.Array, ArrayLike]], layer: ArrayLike | None) -> jax.Array:
+    """Returns the cache's array, which it donates and writes in place, with parts of pages, as `take` returns them.
 
-    `pages` are divided among devices as the array is. A block past the last is dropped; what repeated ones hold is
+    Pages are divided among devices as the array is. A block past the last is dropped; what repeated ones hold is
     unspecified.
     """
-    of_device = {shard.device: _of_one_device(shard.data) for shard in pages.addressable_shards}
     shards = []
     for shard in kv.addressable_shards:
         own = _of_one_device(shard.data)
         with jax.set_mesh(Mesh(np.array(shard.device), ())):  # jit refuses arrays of one device of a caller's mesh
-            shards.append(_scatter_jit(own.sharding)(own, of_device[shard.device], blocks, layer))
+            for pages, blocks in parts:
+                [local] = (each.data for each in pages.addressable_shards if each.device == shard.device)
+                own = _scatter_jit(own.sharding)(own, _of_one_device(local), blocks, layer)
+        shards.append(own)
     return _in_pinned_type(kv.shape, kv.sharding, shards)
 
 
