@@ -123,6 +123,7 @@ DISPATCH = _of_fact("of a step in its dispatch", "dispatch_ns", lambda m, ns: ns
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
 type Where = Mapping[str, Collection[object]]  # fields and their allowed values
+type Applies = Callable[[Measurement], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Bar:
     limit: float
     where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
-    applies: Callable[[Measurement], bool] = lambda m: True  # an additional condition
+    applies: Applies = lambda m: True  # an additional condition
 
     def is_of(self, m: Measurement) -> bool:
         is_there = all(m.subject.get(key) in values for key, values in self.where.items())
@@ -151,11 +152,11 @@ class Bar:
 
 
 def _by_dtype(
-    operation: str, measure: Measure, *limits: float, peer: str = OWN, **where: Collection[object]
+    operation: str, measure: Measure, *limits: float, peer: str = OWN, applies: Applies = Bar.applies, **where: Any
 ) -> list[Bar]:
     """Returns one bar per timed dtype."""
     dtypes = zip((BFLOAT16, FP8, NVFP4), limits, strict=True)
-    return [Bar(operation, measure, limit, {**where, "dtype": (dtype,)}, peer) for dtype, limit in dtypes]
+    return [Bar(operation, measure, limit, {**where, "dtype": (dtype,)}, peer, applies) for dtype, limit in dtypes]
 
 
 def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: float) -> list[Bar]:
@@ -165,7 +166,7 @@ def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: 
     return [Bar("write", OF_COPY, limit, {**fields, "dtype": dtype}) for dtype, limit in dtypes]
 
 
-def _serves(row: str = "", *, divided: bool = False) -> Callable[[Measurement], bool]:
+def _serves(row: str = "", *, divided: bool = False) -> Applies:
     """Returns a predicate for serving measurements of a named row (any by default) that have a reading time.
 
     They are of one device, or of a model divided among several.
@@ -178,7 +179,7 @@ def _serves(row: str = "", *, divided: bool = False) -> Callable[[Measurement], 
     return applies
 
 
-def _on(device: str) -> Callable[[Measurement], bool]:
+def _on(device: str) -> Applies:
     """Returns a predicate for measurements on GPUs with a word in their name."""
     return lambda m: device in str(m.subject.get("device", ""))
 
@@ -266,20 +267,14 @@ BARS = (
     *_mla_times(FP8_DS_MLA, 100, 150, 300),
     *_mla_times(NVFP4, 85, 150, 300),
     Bar("mla attention", X_FA3, 0.5, {"case": _MLA_TIMED[:1], "dtype": (NVFP4,)}, applies=_on("H100")),
-    *(
-        dataclasses.replace(bar, applies=_serves(SAME_SEQS))
-        for bar in _by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED)
-    ),
+    *_by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED, applies=_serves(SAME_SEQS)),
     Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.5, {"dtype": (NVFP4,)}, WITH_WINDOW, applies=_serves(MAX_SEQS)),
     Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),
     Bar("serve", X_READING, 1.15, {"dtype": (BFLOAT16,)}, applies=_serves()),
     Bar("serve", EXPOSED, 0.05, applies=_serves()),
-    *(
-        dataclasses.replace(bar, applies=_serves(SAME_SEQS, divided=True))
-        for bar in _by_dtype("serve", X_ONE_DEVICE, 0.60, 0.64, 0.68, devices=(2,))
-    ),
+    *_by_dtype("serve", X_ONE_DEVICE, 0.60, 0.64, 0.68, applies=_serves(SAME_SEQS, divided=True), devices=(2,)),
     Bar("serve", EXPOSED, 0.05, applies=_serves(divided=True)),
     Bar("serve", DISPATCH, 0.90, applies=_serves(divided=True)),  # the devices do not wait for the host
 )

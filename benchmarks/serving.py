@@ -377,10 +377,10 @@ def filled_caches(job: ServeJob, num_blocks: int) -> tuple[KVCache, ...]:
     sources = [
         rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
     ]
-    if (sharding := by_heads(job.devices)) is None:
-        return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
-    taken = (take_pages(pages.kv, source) for source in sources)
-    return tuple(KVCache(workload.on_each_device(kv, sharding), spec, sharding) for kv in taken)
+    sharding, taken = by_heads(job.devices), (take_pages(pages.kv, source) for source in sources)
+    if sharding is not None:
+        taken = (workload.on_each_device(kv, sharding) for kv in taken)
+    return tuple(KVCache(kv, spec, sharding) for kv in taken)
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:

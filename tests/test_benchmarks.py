@@ -28,6 +28,7 @@ from absl.testing import flagsaver
 from support.helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, output, serving, shapes, tables, timing, workload, write
+from benchmarks.latents import MLA_ROWS, MLARow
 from benchmarks.measurement import EVERY_FIELD, Measurement, Rows, read
 from benchmarks.peers import attends, beside_window, cuda, serves_torch, writes
 from benchmarks.peers.attends_mla import MLAJob
@@ -35,7 +36,7 @@ from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.serving import LLAMA_8B, LLAMA_70B, TINY, ServeJob
-from benchmarks.shapes import TIMED_DTYPES, MLARow, Slots
+from benchmarks.shapes import TIMED_DTYPES, Slots
 from benchmarks.timing import Clock
 from benchmarks.workload import WriteJob
 from examples import llama
@@ -502,7 +503,7 @@ def test_verdicts_of_attention_over_latents(monkeypatch):
         (attention("16x1-64x8192", FP8_DS_MLA, 150.0), []),
     )
     held = {name for bar in bars.BARS if bar.operation == "mla attention" for name in bar.where["case"]}
-    assert held == {row.name for row in shapes.MLA_ROWS}
+    assert held == {row.name for row in MLA_ROWS}
 
 
 def test_verdicts_beside_windows_and_over_fp8():

@@ -144,25 +144,3 @@ def measure_memcpy(source: jax.Array, target: jax.Array, num_bytes: int) -> timi
         _check(_library().time_memcpy(*pointers, num_bytes, rotation, MEMCPY_CALLS, ctypes.byref(seconds)))
         samples.append(seconds.value)
     return timing.Timing(tuple(samples), timing.Clock.EVENTS)
-
-
-def measure_host_copy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:
-    """Times CUDA's copy of the first bytes of an array to another, of which one is in pinned host memory.
-
-    By the driver, which is where a GPU is.
-    """
-    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    pointers = [ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (target, source)]
-    [device] = source.devices()
-
-    def check(error: int) -> None:
-        if error:
-            raise RuntimeError(f"CUDA's driver: error {error}")
-
-    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.local_hardware_id))
-    check(driver.cuCtxSetCurrent(context))
-    return timing.measure_in_a_row(
-        lambda _: check(driver.cuMemcpyAsync(*pointers, ctypes.c_size_t(num_bytes), None)),
-        count=MEMCPY_CALLS,
-        wait=lambda _: check(driver.cuCtxSynchronize()),
-    )

@@ -14,7 +14,7 @@ from jax import lax
 from benchmarks import compare, output, workload
 from benchmarks.peers import cuda, in_torch
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
-from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.inputs import WriteInputs, WritePeer, check_dense, dense_poisoned
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
@@ -148,19 +148,17 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
 
 
-FLASHINFER = Peer[WriteJob, WriteInputs](
+FLASHINFER: WritePeer = in_torch.torch_peer(
     "FlashInfer",
     flashinfer_run,
-    serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
-    why_missing=lambda: in_torch.why_no_library("flashinfer.page"),
+    lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
+    library="flashinfer.page",
 )
 
 PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, FLASHINFER)
 
 
-def measure(
-    test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
-) -> None:
+def measure(test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[WritePeer]) -> None:
     """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
 
     @functools.lru_cache(maxsize=1)
