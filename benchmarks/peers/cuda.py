@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import timing
+from benchmarks import timing, workload
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cu", "reshape_and_cache.cu"))
@@ -36,7 +36,7 @@ def nvcc() -> str | None:
 @functools.cache
 def why_missing() -> str | None:
     """Builds the kernels and returns why they cannot run here, or `None`."""
-    if jax.default_backend() != "gpu":
+    if not workload.is_gpu():
         return "needs an NVIDIA GPU"
     try:
         _library()
@@ -101,22 +101,13 @@ def fitted_threads(row_elements: int) -> int:
     return min(-(-row_elements // ELEMENTS_A_THREAD // 32) * 32, 512)
 
 
-def reshape_and_cache(
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    cache: KVCache,
-    *,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    threads: ThreadCount,
-) -> None:
+def reshape_and_cache(batch: workload.Batch, cache: KVCache, *, threads: ThreadCount) -> None:
     """Launches an in-place write of bfloat16 tokens into `cache`, without JAX's knowledge.
 
     All arrays must be ready, and nothing else may reference the cache's array. `synchronize` waits for the write.
     """
-    num_tokens, row_elements = key.shape[0], key.shape[1] * key.shape[2]
-    arrays = key, value, cache.kv, slot_mapping, k_scale, v_scale
+    num_tokens, row_elements = batch.key.shape[0], batch.key.shape[1] * batch.key.shape[2]
+    arrays = batch.key, batch.value, cache.kv, batch.slot_mapping, *workload.scales().values()
     pointers = [array.unsafe_buffer_pointer() for array in arrays]
     launch = getattr(_library(), WRITES[cache.spec.dtype])
     sizes = num_tokens, cache.num_slots, cache.spec.block_size, row_elements, threads(row_elements)
