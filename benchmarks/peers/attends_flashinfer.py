@@ -209,11 +209,7 @@ def _deadline() -> float:
 
 
 def wait_for(key: ModuleKey) -> None:
-    """Waits until a module is built.
-
-    Raises:
-      TimeoutError: If the module is not built before the deadline.
-    """
+    """Waits until a module is built; `TimeoutError` if it is not before the deadline."""
     try:
         module(*key).result(max(_deadline() - time.monotonic(), 0.001))
     except TimeoutError:

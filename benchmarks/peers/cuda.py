@@ -46,11 +46,7 @@ def why_missing() -> str | None:
 
 
 def build(library: Path) -> None:
-    """Compiles the kernels to a shared library.
-
-    Raises:
-      RuntimeError: If nvcc is missing or fails.
-    """
+    """Compiles the kernels to a shared library; `RuntimeError` if nvcc is missing or fails."""
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc: got none in PATH, CUDA_HOME/bin or /usr/local/cuda/bin, expected CUDA's compiler")
