@@ -123,6 +123,7 @@ DISPATCH = _of_fact("of a step in its dispatch", "dispatch_ns", lambda m, ns: ns
 EXPOSED = _of_fact("of a step exposed", "device_ns", lambda m, ns: max(1 - ns / 1e9 / m.seconds, 0.0), "{:.1%}")
 
 type Where = Mapping[str, Collection[object]]  # fields and their allowed values
+type Applies = Callable[[Measurement], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Bar:
     limit: float
     where: Where = dataclasses.field(default_factory=dict)
     peer: str = OWN
-    applies: Callable[[Measurement], bool] = lambda m: True  # an additional condition
+    applies: Applies = lambda m: True  # an additional condition
 
     def is_of(self, m: Measurement) -> bool:
         is_there = all(m.subject.get(key) in values for key, values in self.where.items())
@@ -151,11 +152,11 @@ class Bar:
 
 
 def _by_dtype(
-    operation: str, measure: Measure, *limits: float, peer: str = OWN, **where: Collection[object]
+    operation: str, measure: Measure, *limits: float, peer: str = OWN, applies: Applies = Bar.applies, **where: Any
 ) -> list[Bar]:
     """Returns one bar per timed dtype."""
     dtypes = zip((BFLOAT16, FP8, NVFP4), limits, strict=True)
-    return [Bar(operation, measure, limit, {**where, "dtype": (dtype,)}, peer) for dtype, limit in dtypes]
+    return [Bar(operation, measure, limit, {**where, "dtype": (dtype,)}, peer, applies) for dtype, limit in dtypes]
 
 
 def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: float) -> list[Bar]:
@@ -165,7 +166,7 @@ def _of_copy(heads: int, head_sizes: Collection[int], num_tokens: int, *limits: 
     return [Bar("write", OF_COPY, limit, {**fields, "dtype": dtype}) for dtype, limit in dtypes]
 
 
-def _serves(row: str = "", *, divided: bool = False) -> Callable[[Measurement], bool]:
+def _serves(row: str = "", *, divided: bool = False) -> Applies:
     """Returns a predicate for serving measurements of a named row (any by default) that have a reading time.
 
     They are of one device, or of a model divided among several.
@@ -178,28 +179,13 @@ def _serves(row: str = "", *, divided: bool = False) -> Callable[[Measurement], 
     return applies
 
 
-def _on(device: str) -> Callable[[Measurement], bool]:
+def _on(device: str) -> Applies:
     """Returns a predicate for measurements on GPUs with a word in their name."""
     return lambda m: device in str(m.subject.get("device", ""))
 
 
-def _mla_times(dtype: str, *limits: float) -> list[Bar]:
-    """Returns the bars of attention over latents in microseconds, on an H200: one per row of `_MLA_TIMED`."""
-    return [
-        Bar("mla attention", MICROSECONDS, limit, {"case": (case,), "dtype": (dtype,)}, applies=_on("H200"))
-        for case, limit in zip(_MLA_TIMED, limits, strict=True)
-    ]
-
-
-def _beside_window(what: str, limits: Mapping[Collection[str], float]) -> list[Bar]:
-    """Returns bars for rows of NVFP4 with an exact window, over pages alone."""
-    return [
-        Bar(f"{what} beside a window", X_PAGES, limit, {"case": case, "dtype": (NVFP4,)}, WITH_WINDOW)
-        for case, limit in limits.items()
-    ]
-
-
 FP8_DS_MLA = KVCacheDType.FP8_DS_MLA.value
+_MLA_CODES = (FP8_DS_MLA, NVFP4)
 _MLA_TIMED, _MLA_TOKENS = tuple(f"{heads}x1-64x8192" for heads in (16, 64, 128)), ("16x4-64x4096", "128x2-64x4096")
 """Rows of attention over latents: those with bars in microseconds, and those of several query tokens."""
 _PER_TOKEN_HEAD = tuple(dtype.value for dtype in shapes.PER_TOKEN_HEAD)
@@ -255,31 +241,30 @@ BARS = (
     Bar("ragged attention", X_FP8, 1.1, {"case": _WITH_PROMPT_KERNEL, "dtype": _PER_TOKEN_HEAD}),
     Bar("ragged attention", MICROSECONDS, 340.0, {"case": ("chunk",), "dtype": (FP8, NVFP4)}, IN_FP8),
     Bar("ragged attention", MICROSECONDS, 760.0, {"case": ("whole",), "dtype": (FP8, NVFP4)}, IN_FP8),
-    *_beside_window("attention", {("64x8192",): 1.1, ("8x8192", "64x1024"): 1.3, ("chunk",): 1.12}),
-    *_beside_window("write", {("64x8192", "64x1024"): 1.4, ("chunks-2048",): 1.15}),
+    Bar("attention beside a window", X_PAGES, 1.1, {"case": ("64x8192",), "dtype": (NVFP4,)}, WITH_WINDOW),
+    Bar("attention beside a window", X_PAGES, 1.3, {"case": ("8x8192", "64x1024"), "dtype": (NVFP4,)}, WITH_WINDOW),
+    Bar("attention beside a window", X_PAGES, 1.12, {"case": ("chunk",), "dtype": (NVFP4,)}, WITH_WINDOW),
+    Bar("write beside a window", X_PAGES, 1.4, {"case": ("64x8192", "64x1024"), "dtype": (NVFP4,)}, WITH_WINDOW),
+    Bar("write beside a window", X_PAGES, 1.15, {"case": ("chunks-2048",), "dtype": (NVFP4,)}, WITH_WINDOW),
     Bar("ragged attention", TIMES_NO_CASCADE, 2.5, {"case": ("shared-prefix",), "dtype": (NVFP4,)}),
     Bar("mla write", OF_COPY, 0.80, {"num_tokens": (65_536,)}),
     Bar("mla gather", OF_COPY, 0.85, {"num_tokens": (65_536,)}),
     Bar("mla attention", X_FA3, 1.05, {"case": (*_MLA_TIMED, "128x1-8x32768"), "dtype": (BFLOAT16,)}),
     Bar("mla attention", X_FA3, 1.0, {"case": _MLA_TOKENS, "dtype": (BFLOAT16,)}),
-    Bar("mla attention", X_BFLOAT16, 1.25, {"case": _MLA_TOKENS, "dtype": (FP8_DS_MLA, NVFP4)}),
-    *_mla_times(FP8_DS_MLA, 100, 150, 300),
-    *_mla_times(NVFP4, 85, 150, 300),
+    Bar("mla attention", X_BFLOAT16, 1.25, {"case": _MLA_TOKENS, "dtype": _MLA_CODES}),
+    Bar("mla attention", MICROSECONDS, 100.0, {"case": _MLA_TIMED[:1], "dtype": (FP8_DS_MLA,)}, applies=_on("H200")),
+    Bar("mla attention", MICROSECONDS, 85.0, {"case": _MLA_TIMED[:1], "dtype": (NVFP4,)}, applies=_on("H200")),
+    Bar("mla attention", MICROSECONDS, 150.0, {"case": _MLA_TIMED[1:2], "dtype": _MLA_CODES}, applies=_on("H200")),
+    Bar("mla attention", MICROSECONDS, 300.0, {"case": _MLA_TIMED[2:], "dtype": _MLA_CODES}, applies=_on("H200")),
     Bar("mla attention", X_FA3, 0.5, {"case": _MLA_TIMED[:1], "dtype": (NVFP4,)}, applies=_on("H100")),
-    *(
-        dataclasses.replace(bar, applies=_serves(SAME_SEQS))
-        for bar in _by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED)
-    ),
+    *_by_dtype("serve", X_DYNAMIC_CACHE, 1.0, 1.0, 0.8, peer=PAGED, applies=_serves(SAME_SEQS)),
     Bar("serve", X_TOKENS, 1.5, {"dtype": (FP8,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.2, {"dtype": (NVFP4,)}, applies=_serves(MAX_SEQS)),
     Bar("serve", X_TOKENS, 2.5, {"dtype": (NVFP4,)}, WITH_WINDOW, applies=_serves(MAX_SEQS)),
     Bar("serve", X_BFLOAT16, 0.75, {"dtype": (NVFP4,)}, applies=_serves(SAME_SEQS)),
     Bar("serve", X_READING, 1.15, {"dtype": (BFLOAT16,)}, applies=_serves()),
     Bar("serve", EXPOSED, 0.05, applies=_serves()),
-    *(
-        dataclasses.replace(bar, applies=_serves(SAME_SEQS, divided=True))
-        for bar in _by_dtype("serve", X_ONE_DEVICE, 0.60, 0.64, 0.68, devices=(2,))
-    ),
+    *_by_dtype("serve", X_ONE_DEVICE, 0.60, 0.64, 0.68, applies=_serves(SAME_SEQS, divided=True), devices=(2,)),
     Bar("serve", EXPOSED, 0.05, applies=_serves(divided=True)),
     Bar("serve", DISPATCH, 0.90, applies=_serves(divided=True)),  # the devices do not wait for the host
 )

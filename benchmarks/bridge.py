@@ -20,7 +20,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from benchmarks import compare, copies, output, shapes, timing, workload
-from benchmarks.measurement import Measurement
+from benchmarks.measurement import Measurement, Rows
 from benchmarks.peers import in_torch, writes
 from benchmarks.peers.in_torch import has_gpu, wait
 from benchmarks.peers.peer import why_not_importable
@@ -226,20 +226,19 @@ class TorchBenchmark(output.Program):
                     self.results.add(time_first_call(name, case, dtype, call))
 
     def test_eager_calls(self) -> None:
-        calls = eager_calls()
-        times, subject = host_times(calls), WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject
-        index_copy = times["torch index_copy_"].seconds
-        for name, call in calls.items():
-            facts = {"waits": host_waits(call), "index_copy_ratio": times[name].seconds / index_copy}
-            self.results.add(Measurement("bridge host", subject, name, times[name], facts=facts))
+        self._measure_host("bridge host", WriteJob(CASE, EAGER_DTYPE, DECODE_TOKENS).subject, eager_calls())
 
     def test_eager_attention(self) -> None:
-        calls = attention_calls()
-        times = host_times(calls)
         subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
+        self._measure_host("bridge host attention", subject, attention_calls())
+
+    def _measure_host(self, operation: str, subject: Mapping[str, Any], calls: Mapping[str, Call]) -> None:
+        times = host_times(calls)
         for name, call in calls.items():
-            facts = {"waits": host_waits(call)}
-            self.results.add(Measurement("bridge host attention", subject, name, times[name], facts=facts))
+            facts: dict[str, Any] = {"waits": host_waits(call)}
+            if index_copy := times.get("torch index_copy_"):
+                facts["index_copy_ratio"] = times[name].seconds / index_copy.seconds
+            self.results.add(Measurement(operation, subject, name, times[name], facts=facts))
 
     def test_graphs_and_kernels(self) -> None:
         replays = self.replayed()
@@ -248,14 +247,12 @@ class TorchBenchmark(output.Program):
         jobs = [WriteJob(CASE, dtype, count) for count, dtype in itertools.product(counts, shapes.TIMED_DTYPES)]
         peers = compare.present(self.results, [in_torch.KVJAX, writes.KVJAX], None)
         writes.measure(self, "bridge kernel", jobs, peers)
-        kernels = {
-            (m.dtype, m.subject["num_tokens"]): m.seconds
-            for m in self.results.measurements
-            if (m.operation, m.peer, m.clock) == ("bridge kernel", "kvjax_torch", Clock.DEVICE)
-        }
+        every = self.results.measurements
+        kernels = Rows(m for m in every if m.operation == "bridge kernel" and m.clock is Clock.DEVICE)
         for job, times in replays:
             subject, moved = {**job.subject, "num_writes": GRAPH_WRITES}, GRAPH_WRITES * job.bytes_moved
-            facts = {"kernel_seconds": kernels.get((job.dtype.value, job.num_tokens))}
+            kernel = kernels.find(in_torch.KVJAX.name, dtype=job.dtype.value, num_tokens=job.num_tokens).fastest
+            facts = {"kernel_seconds": kernel and kernel.seconds}
             replay = Measurement("bridge replay", subject, "kvjax_torch", times, moved, copies.measure(moved), facts)
             self.results.add(replay)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,9 +87,6 @@ class GatherInputs:
         """Compares the keys and values of the first table with their encoded and decoded tokens.
 
         The expected values do not depend on any page.
-
-        Raises:
-          AssertionError: If they differ.
         """
         job, scales = self.job, workload.scales().values()
         for got, x, scale, part in zip(gathered, self.tokens, scales, job.spec.dtype.parts, strict=True):
@@ -132,28 +128,23 @@ def xla_gather_run(inputs: GatherInputs) -> Run:
 
 
 def torch_run(inputs: GatherInputs) -> Run:
-    job, decode = inputs.job, _torch_decode(inputs.job.spec)
+    import torch
+
+    job, spec = inputs.job, inputs.job.spec
     tables = [(in_torch.borrow(table).long().flatten(),) for table in inputs.tables]
     shape = (job.num_seqs, -1, job.case.num_kv_heads, job.case.head_size)
     halves = [*zip(in_torch.token_pages(inputs.cache), workload.SCALES, strict=True)]
+    stored = None if spec.quant_mode is KVQuantMode.NONE else getattr(torch, spec.storage_dtype.name)
 
     def gather(table: Any) -> list[Any]:
-        return [decode(half.index_select(0, table), scale).reshape(shape) for half, scale in halves]
+        taken = [(half.index_select(0, table), scale) for half, scale in halves]
+        rows = [rows.view(stored).float() * scale if stored else rows for rows, scale in taken]
+        return [each.to(torch.bfloat16).reshape(shape) for each in rows]
 
     def check(gathered: list[Any]) -> None:
-        in_torch.wait()
         inputs.check([jax.dlpack.from_dlpack(half.contiguous()) for half in gathered])
 
     return Run(by_turns(gather, tables), check, in_torch.wait)
-
-
-def _torch_decode(spec: AttentionSpec) -> Callable[[Any, float], Any]:
-    import torch
-
-    if spec.quant_mode is KVQuantMode.NONE:
-        return lambda x, _: x.to(torch.bfloat16)
-    dtype = getattr(torch, spec.storage_dtype.name)
-    return lambda x, scale: (x.view(dtype).float() * scale).to(torch.bfloat16)
 
 
 def _is_simple(job: GatherJob) -> bool:
@@ -163,9 +154,7 @@ def _is_simple(job: GatherJob) -> bool:
 
 KVJAX, KVJAX_IN_XLA = own_peers(GatherJob, kvjax_run)
 XLA_GATHER = Peer[GatherJob, GatherInputs]("XLA gather", xla_gather_run, serves=_is_simple)
-INDEX_SELECT = Peer[GatherJob, GatherInputs](
-    "torch index_select", torch_run, serves=_is_simple, why_missing=in_torch.why_missing
-)
+INDEX_SELECT = in_torch.torch_peer("torch index_select", torch_run, _is_simple)
 PEERS = (KVJAX, KVJAX_IN_XLA, XLA_GATHER, INDEX_SELECT)
 
 CHOSEN = compare.define_peers(PEERS)

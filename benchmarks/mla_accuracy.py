@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, latents
+from benchmarks.latents import MLA_BLOCK_SIZE, RANK, ROPE, spec_of
 from kvjax.table import markdown_table
 
 TOKENS, ROWS, HEADS, SAMPLES = 1024, 16, 16, 4
@@ -49,7 +49,7 @@ def _attended(q_nope: Any, q_pe: Any, kv_c: Any, k_pe: Any, scale: Any, *, spec:
 
 def error(dtype: kvjax.KVCacheDType, magnitude: float, *, calibrated: bool = True) -> float:
     """Returns the relative error of a dtype, with the scale of `calibrate` or with 1."""
-    spec = latents(dtype)
+    spec = spec_of(dtype)
     plain = dataclasses.replace(spec, dtype=kvjax.KVCacheDType.FLOAT32)
     samples = [sample(magnitude, seed) for seed in range(SAMPLES)]
     [scales] = kvjax.calibrate([spec], [[arrays[2:]] for arrays in samples])
@@ -65,7 +65,7 @@ def table() -> str:
     for dtype in kvjax.MLA_KV_CACHE_DTYPES[1:]:
         for calibrated in (True, False) if dtype.takes_scale else (True,):
             name = f"{dtype.value}, scale 1" if not calibrated else dtype.value
-            spec = latents(dtype)
+            spec = spec_of(dtype)
             errors = (f"{100 * error(dtype, magnitude, calibrated=calibrated):.2g}%" for magnitude in MAGNITUDES)
             rows.append((name, f"{spec.bytes_per_token:,}", *errors))
     header = ("dtype", "bytes/token", *(f"magnitude {magnitude:g}" for magnitude in MAGNITUDES))

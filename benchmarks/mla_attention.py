@@ -13,7 +13,8 @@ import numpy as np
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import compare, output, shapes, workload
+from benchmarks import compare, output, workload
+from benchmarks.latents import MLA_ROWS, MLARow
 from benchmarks.peers import attends_mla
 from benchmarks.peers.attends_mla import MLAJob
 from benchmarks.peers.peer import Peer, Run
@@ -23,7 +24,7 @@ PROMPT_SIZE, PROMPT_SIZE_V = 192, 128
 ROW_WORDS = "expected heads x query tokens - sequences x tokens, such as 16x1-64x8192, with commas between them"
 DEFAULT_DTYPES = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_DS_MLA, KVCacheDType.NVFP4
 
-ROWS = output.define_words("rows", shapes.MLARow.of, ROW_WORDS, "rows to time (default: all of this device)")
+ROWS = output.define_words("rows", MLARow.of, ROW_WORDS, "rows to time (default: all of this device)")
 DTYPES = output.define_dtypes(kvjax.MLA_KV_CACHE_DTYPES)
 PEERS = compare.define_peers(attends_mla.PEERS)
 
@@ -78,8 +79,8 @@ class MLAAttentionBenchmark(output.Program):
             compare.compare_all(self, "mla prompts", some, peers, _prompt_arrays)
 
     def test_rows(self) -> None:
-        host, smoke = (shapes.MLARow(16, 1, 2, 512),), (shapes.MLARow(2, 1, 2, 100),)
-        rows = ROWS.value or output.by_device(gpu=shapes.MLA_ROWS, host=host, smoke=smoke)
+        host, smoke = (MLARow(16, 1, 2, 512),), (MLARow(2, 1, 2, 100),)
+        rows = ROWS.value or output.by_device(gpu=MLA_ROWS, host=host, smoke=smoke)
         jobs = [*itertools.starmap(MLAJob, itertools.product(rows, DTYPES.value or DEFAULT_DTYPES))]
         attends_mla.measure(self, "mla attention", jobs, compare.present(self.results, attends_mla.PEERS, PEERS.value))
 

@@ -14,9 +14,9 @@ from absl.testing import absltest
 
 import kvjax
 from benchmarks import compare, output, workload
+from benchmarks.latents import MLA_BLOCK_SIZE, RANK, ROPE, spec_of
 from benchmarks.peers import in_torch
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
-from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, latents
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
 SCALE, NUM_SEQS = 0.037, 4
@@ -34,7 +34,7 @@ class LatentsJob:
 
     @property
     def spec(self) -> MLAAttentionSpec:
-        return latents(self.dtype)
+        return spec_of(self.dtype)
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -143,11 +143,7 @@ def torch_write_run(inputs: LatentsInputs) -> Run:
     def write(kv_c: Any, k_pe: Any, slots: Any) -> None:
         kvjax_torch.concat_and_cache_mla(kv_c, k_pe, kv_cache, slots, job.dtype, scale, unique_slots=True)
 
-    def check(_: Any) -> None:
-        in_torch.wait()
-        inputs.check_write(cache.kv)
-
-    return Run(by_turns(write, batches), check, in_torch.wait)
+    return Run(by_turns(write, batches), lambda _: inputs.check_write(cache.kv), in_torch.wait)
 
 
 def gather_run(inputs: LatentsInputs, *, implementation: str | None) -> Run:
@@ -171,17 +167,14 @@ def torch_gather_run(inputs: LatentsInputs) -> Run:
         )
 
     def check(_: Any) -> None:
-        in_torch.wait()
         inputs.check_gather([jax.dlpack.from_dlpack(part.contiguous()) for part in dst.split([RANK, ROPE], dim=1)])
 
     return Run(by_turns(read, ranges), check, in_torch.wait)
 
 
 def _peers(run: Any, torch_run: Any) -> tuple[Peer[LatentsJob, LatentsInputs], ...]:
-    in_kvjax_torch = Peer[LatentsJob, LatentsInputs](
-        "kvjax_torch", torch_run, why_missing=in_torch.why_missing, own=True
-    )
-    return *own_peers(LatentsJob, run), in_kvjax_torch
+    from_torch: Peer[LatentsJob, LatentsInputs] = in_torch.torch_peer("kvjax_torch", torch_run, own=True)
+    return *own_peers(LatentsJob, run), from_torch
 
 
 WRITES, GATHERS = _peers(write_run, torch_write_run), _peers(gather_run, torch_gather_run)

@@ -159,8 +159,7 @@ class Report:
     def attempt[Value](self, what: str, make: Callable[..., Value], *args: Any, own: bool) -> Value | None:
         """Returns `make(*args)`, or `None` if it fails, and then lists `what` as skipped.
 
-        Raises:
-          Exception: That of `make` if it is kvjax's (`own`) and not a lack of memory.
+        An exception of kvjax's (`own`) is raised, unless it is a lack of memory.
         """
         try:
             return make(*args)

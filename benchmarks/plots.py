@@ -61,9 +61,8 @@ def table(environment: Mapping[str, str], rows: Rows) -> str:
     return "\n".join([*lines, "", source(environment), ""])
 
 
-def draw_attention(environment: Mapping[str, str], rows: Rows) -> Figure:
+def draw_attention(figure: Figure, environment: Mapping[str, str], rows: Rows) -> None:
     """Draws how many times as fast as cuDNN each dtype is in each row."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
     axes, width = figure.add_subplot(), 0.28
     dense = [rows.find(CUDNN, case=name)[0].seconds for name in ROWS]
     for number, (dtype, colour) in enumerate(COLOURS.items()):
@@ -78,12 +77,10 @@ def draw_attention(environment: Mapping[str, str], rows: Rows) -> Figure:
     axes.set_title("Decode attention: times as fast as cuDNN on dense bfloat16 keys and values", loc="left")
     axes.set_xlabel(f"32 query heads over 8 KV heads of 128. {source(environment)}", fontsize=8)
     axes.legend(ncols=len(COLOURS), frameon=False)
-    return figure
 
 
-def draw_serve(environment: Mapping[str, str], rows: Rows) -> Figure:
+def draw_serve(figure: Figure, environment: Mapping[str, str], rows: Rows) -> None:
     """Draws one device's tokens a second against the number of sequences."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     lines = grouped((m for m in rows if m.subject.get("devices", 1) == 1), lambda m: (m.peer, m.dtype))
     peers = [*dict.fromkeys(peer for peer, _ in lines)]
@@ -98,12 +95,10 @@ def draw_serve(environment: Mapping[str, str], rows: Rows) -> Figure:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.legend(fontsize=8, frameon=False)
-    return figure
 
 
-def draw_write(environment: Mapping[str, str], rows: Rows) -> Figure:
+def draw_write(figure: Figure, environment: Mapping[str, str], rows: Rows) -> None:
     """Draws times against the number of tokens, a panel for each dtype."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
     rows = rows.find(case=shapes.LLAMA_8B.name, layout="NHD", slots=shapes.Slots.SCATTERED.value)
     peers = [*dict.fromkeys(m.peer for m in rows)]
     for axes, dtype in zip(figure.subplots(1, len(COLOURS), sharey=True), COLOURS, strict=True):
@@ -119,12 +114,12 @@ def draw_write(environment: Mapping[str, str], rows: Rows) -> Figure:
     figure.suptitle(f"Writes, 8 KV heads of 128. {source(environment)}", fontsize=9)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
-    return figure
 
 
 SETTINGS: Any = {"svg.fonttype": "none", "svg.hashsalt": "kvjax"}
 SETTINGS |= dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
-DRAWN = {"attention": draw_attention, "serve": draw_serve, "write": draw_write}
+DRAWN = {"attention": (draw_attention, (9, 4)), "serve": (draw_serve, (8, 4.5)), "write": (draw_write, (10, 4.5))}
+"""What draws an operation, and the size of its figure."""
 
 
 def main(paths: Sequence[str], root: Path = ROOT) -> None:
@@ -137,7 +132,8 @@ def main(paths: Sequence[str], root: Path = ROOT) -> None:
         device = environment["device"].lower().replace(" ", "-")
         for operation, some in grouped(rows, lambda m: m.operation).items():
             with matplotlib.rc_context(SETTINGS):
-                figure = DRAWN[operation](environment, some)
+                draw, size = DRAWN[operation]
+                draw(figure := Figure(figsize=size, layout="constrained"), environment, some)
                 figure.savefig(root / f"docs/plots/{device}-{operation}.svg", metadata={"Date": None})
             if operation == "attention":
                 readme = root / "README.md"

@@ -377,10 +377,10 @@ def filled_caches(job: ServeJob, num_blocks: int) -> tuple[KVCache, ...]:
     sources = [
         rng.integers(pages.num_blocks, size=num_blocks, dtype=np.int32) for _ in range(of.config.num_hidden_layers)
     ]
-    if (sharding := by_heads(job.devices)) is None:
-        return tuple(KVCache(take_pages(pages.kv, source), spec) for source in sources)
-    taken = (take_pages(pages.kv, source) for source in sources)
-    return tuple(KVCache(workload.on_each_device(kv, sharding), spec, sharding) for kv in taken)
+    sharding, taken = by_heads(job.devices), (take_pages(pages.kv, source) for source in sources)
+    if sharding is not None:
+        taken = (workload.on_each_device(kv, sharding) for kv in taken)
+    return tuple(KVCache(kv, spec, sharding) for kv in taken)
 
 
 def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
@@ -415,13 +415,9 @@ def full_engine(job: ServeJob) -> tuple[TimedEngine, Running]:
 def serve(job: ServeJob) -> tuple[Timing, dict[str, Any]]:
     """Decodes until the sequences are full, then repeats the last step.
 
-    Returns:
-      Times from one step's tokens to the next step's, and facts: the error of a step where it is checked; nanoseconds
-      of the host in a step, excluding waits, of its part that launches the step, and of a step without an engine or
-      synchronization; bytes of the program.
-
-    Raises:
-      AssertionError: If a cache has moved, or a sequence has the wrong number of tokens.
+    Returns times from one step's tokens to the next step's, and facts: the error of a step where it is checked;
+    nanoseconds of the host in a step, excluding waits, of its part that launches the step, and of a step without an
+    engine or synchronization; bytes of the program. Caches must not have moved.
     """
     facts: dict[str, Any] = {"error": check(job)} if job.num_seqs == job.of.same else {}
     engine, run = full_engine(job)
@@ -454,11 +450,7 @@ def steps_in_a_row(
 ) -> Any:
     """Times back-to-back steps of a token of each sequence, repeatable because they always write the same slots.
 
-    Returns:
-      The times, and the caches.
-
-    Raises:
-      AssertionError: If a cache has moved.
+    Returns the times and the caches, which must not have moved.
     """
     following, where = jnp.zeros(len(tokens), jnp.int32, device=sharding), workload.pointers(caches)
 
@@ -474,11 +466,7 @@ def steps_in_a_row(
 
 
 def check(job: ServeJob) -> float:
-    """Compares the hidden states after two layers with XLA, for two sequences, and returns the relative error.
-
-    Raises:
-      AssertionError: If the error exceeds `HIDDEN_ERROR`, or hidden states are not finite.
-    """
+    """Compares the hidden states after two layers with XLA, for two sequences, and returns the relative error."""
     config = dataclasses.replace(job.of.config, num_hidden_layers=min(job.of.config.num_hidden_layers, 2))
     weights = params(job.of, job.devices)
     weights = {**weights, "layers": weights["layers"][: config.num_hidden_layers]}
@@ -520,11 +508,7 @@ def prompt_programs(job: ServeJob) -> dict[int, Future[Any]]:
 def serve_prompts(job: ServeJob) -> tuple[float, Timing, Timing]:
     """Serves twice as many requests as run concurrently, each with its own prompt.
 
-    Returns:
-      The total seconds, and the times of steps with and without prompts.
-
-    Raises:
-      AssertionError: If a request has the wrong number of tokens.
+    Returns the total seconds, and the times of steps with and without prompts.
     """
     of, programs = job.of, {max_q_len: each.result() for max_q_len, each in prompt_programs(job).items()}
     run, max_blocks = Running(params(of, job.devices), programs), of.prompt_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -15,7 +16,6 @@ from jax.sharding import SingleDeviceSharding
 
 from benchmarks import output, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement
-from benchmarks.peers import cuda
 from kvjax import KVCache, KVCacheDType, swap_blocks
 
 PINNED = "pinned_host"
@@ -55,9 +55,31 @@ class SwapBenchmark(output.Program):
             subject = {"direction": direction, "dtype": dtype, "num_blocks": num_blocks, "block_bytes": block_bytes}
             if workload.is_gpu():
                 [source] = places.keys() - {to}
-                by_cuda = cuda.measure_host_copy(caches[source].kv, caches[to].kv, moved)
+                by_cuda = measure_cuda_copy(caches[source].kv, caches[to].kv, moved)
                 self.results.add(Measurement("swap", subject, "CUDA memcpy", by_cuda, moved))
             self.results.add(Measurement("swap", subject, OWN, times, moved, by_cuda))
+
+
+def measure_cuda_copy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:
+    """Times CUDA's copy of the first bytes of an array to another, of which one is in pinned host memory.
+
+    By the driver, which is where a GPU is.
+    """
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    pointers = [ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (target, source)]
+    [device] = source.devices()
+
+    def check(error: int) -> None:
+        if error:
+            raise RuntimeError(f"CUDA's driver: error {error}")
+
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.local_hardware_id))
+    check(driver.cuCtxSetCurrent(context))
+    return timing.measure_in_a_row(
+        lambda _: check(driver.cuMemcpyAsync(*pointers, ctypes.c_size_t(num_bytes), None)),
+        count=20,
+        wait=lambda _: check(driver.cuCtxSynchronize()),
+    )
 
 
 if __name__ == "__main__":

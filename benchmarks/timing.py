@@ -138,8 +138,7 @@ def _cupti() -> Any | None:
 def split_calls(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[float], tuple[str, ...]]:
     """Splits (kernel, milliseconds) pairs in launch order into the seconds of each call and the kernels of a call.
 
-    Raises:
-      RuntimeError: If the records are not those of `calls` equal calls.
+    `RuntimeError` if the records are not those of `calls` equal calls.
     """
     kernels_a_call, rest = divmod(len(records), calls)
     if rest or not kernels_a_call:

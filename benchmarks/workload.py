@@ -189,19 +189,19 @@ def cache_struct(spec: AttentionSpec, num_blocks: int, sharding: NamedSharding |
 def compiled_write(
     spec: AttentionSpec,
     num_blocks: int,
-    num_tokens: int,
+    sharding: NamedSharding | None,
+    batch: Batch,
     implementation: str | None,
     donated: bool = True,
     unique_slots: bool = True,
 ) -> Any:
-    """Compiles a write under `jit`, once for each combination of sizes and options."""
+    """Compiles a write of a batch under `jit`, once for each combination of shapes and options."""
     write = jax.jit(
         functools.partial(kvjax.reshape_and_cache_flash, unique_slots=unique_slots, implementation=implementation),
         donate_argnames="cache" if donated else (),
     )
-    rows = jax.ShapeDtypeStruct((num_tokens, spec.num_kv_heads, spec.head_size), INPUT_DTYPE)
-    slots = jax.ShapeDtypeStruct((num_tokens,), np.int32)
-    return write.lower(rows, rows, cache_struct(spec, num_blocks), slots, **scales()).compile()
+    cache = cache_struct(spec, num_blocks, sharding)
+    return write.lower(batch.key, batch.value, cache, batch.slot_mapping, **scales()).compile()
 
 
 class Write:
@@ -214,8 +214,9 @@ class Write:
     def __init__(self, cache: KVCache, batches: Sequence[Batch], implementation: str | None, **options: bool) -> None:
         self.cache, self.batches, self.donated = cache, batches, options.get("donated", True)
         self.first_pointers = pointers(cache)
-        sizes = cache.num_blocks, batches[0].slot_mapping.shape[0]
-        self.compiled = compiled_write(cache.spec, *sizes, implementation, **options)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batches[0])
+        sizes = cache.spec, cache.num_blocks, cache.sharding
+        self.compiled = compiled_write(*sizes, batch, implementation, **options)
 
     def __call__(self, number: int) -> jax.Array:
         batch = self.batches[number % len(self.batches)]
@@ -223,11 +224,7 @@ class Write:
         return self.cache.kv
 
     def check(self, expected: KVCache) -> None:
-        """Compares every byte of the cache after the first write, and checks that a donated cache has not moved.
-
-        Raises:
-          AssertionError: If bytes or addresses differ.
-        """
+        """Compares every byte of the cache after the first write, and checks that a donated cache has not moved."""
         if self.donated and pointers(self.cache) != self.first_pointers:
             raise AssertionError("the write was not in place: it returned a cache elsewhere in memory")
         check_same_bits(self.cache.kv, expected.kv)
@@ -265,18 +262,10 @@ def _count_different(got: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def check_codes(got: jax.Array, expected: jax.Array, *, bits: int = 8) -> int:
-    """Compares stored codes. A peer may round a few codes differently, because it divides differently.
+    """Compares uint8 codes of a sign and a magnitude that is ordered like its value, in `bits` 4 two per byte.
 
-    Args:
-      got: uint8 codes of a sign and a magnitude that is ordered like its value.
-      expected: uint8 codes to compare with.
-      bits: Bits per code: 8 for fp8, or 4 for two e2m1 codes per byte.
-
-    Returns:
-      The number of codes that differ.
-
-    Raises:
-      AssertionError: If a code differs by more than one step, or more than `CODES_APART` of the written codes differ.
+    A peer may round a few codes differently, because it divides differently. Returns the number of codes that differ;
+    `AssertionError` if one does by more than a step, or more than `CODES_APART` of the written ones differ.
     """
     different, far, written = map(int, _count_different_codes(got, expected, bits))
     if far or different > written * CODES_APART:

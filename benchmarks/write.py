@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -35,42 +36,35 @@ VARIANTS = (KVJAX_ANY_SLOTS, KVJAX_IN_XLA)
 """kvjax without unique slots or without its kernel, timed in one case only."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    cases: Sequence[shapes.Case] = (LLAMA_8B,)
-    slots: Sequence[Slots] = (Slots.SCATTERED,)
-    num_tokens: Sequence[int] = shapes.ALL_TOKENS
-    layouts: Sequence[CacheLayout] = (NHD,)
-    dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES
-
-    def jobs(self) -> list[WriteJob]:
-        """Returns all combinations, grouped by case and number of tokens."""
-        product = itertools.product(self.cases, self.slots, self.num_tokens, self.layouts, self.dtypes)
-        return [WriteJob(case, dtype, num_tokens, layout, slots) for case, slots, num_tokens, layout, dtype in product]
-
-
-def matrices() -> list[Matrix]:
-    """Returns the default matrices: all sizes of one model, and few sizes of everything else."""
-    many = output.by_device(gpu=shapes.ALL_TOKENS, host=(1, 64, 1_024), smoke=(8,))
-    few = output.by_device(gpu=shapes.FEW_TOKENS, host=(64,), smoke=(8,))
-    if output.SMOKE.value:
-        small = Matrix(cases=(shapes.GPT_OSS_20B,), num_tokens=few)
-        return [small, dataclasses.replace(small, slots=(Slots.PADDED,), layouts=(HND,))]
-    return [
-        Matrix(num_tokens=many, layouts=(NHD, HND)),
-        Matrix(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
-        Matrix(num_tokens=many[-1:], dtypes=(KVCacheDType.NVFP4_4OVER6,)),
-        Matrix(num_tokens=few, slots=(Slots.CONTIGUOUS, Slots.PADDED)),
-        Matrix((LLAMA_70B_SHARD,), num_tokens=output.by_device(gpu=(1, *few, many[-1]), host=few, smoke=few)),
-        Matrix(OTHER_CASES, num_tokens=few),
-    ]
+def product(
+    cases: Sequence[shapes.Case] = (LLAMA_8B,),
+    slots: Sequence[Slots] = (Slots.SCATTERED,),
+    num_tokens: Sequence[int] = shapes.ALL_TOKENS,
+    layouts: Sequence[CacheLayout] = (NHD,),
+    dtypes: Sequence[KVCacheDType] = shapes.TIMED_DTYPES,
+) -> list[WriteJob]:
+    """Returns all combinations, grouped by case and number of tokens. Flags replace these values."""
+    fields = (CASES, cases), (SLOTS, slots), (NUM_TOKENS, num_tokens), (LAYOUTS, layouts), (DTYPES, dtypes)
+    every: Any = itertools.product(*(flag.value or values for flag, values in fields))
+    return [WriteJob(case, dtype, count, layout, slots) for case, slots, count, layout, dtype in every]
 
 
 def jobs() -> list[WriteJob]:
-    """Returns the jobs to time. Flags override the values of the matrices."""
-    fields = {"cases": CASES, "slots": SLOTS, "num_tokens": NUM_TOKENS, "layouts": LAYOUTS, "dtypes": DTYPES}
-    given: dict[str, Any] = {name: flag.value for name, flag in fields.items() if flag.value}
-    return [*dict.fromkeys(job for each in matrices() for job in dataclasses.replace(each, **given).jobs())]
+    """Returns the jobs to time: by default all sizes of one model, and few sizes of everything else."""
+    many = output.by_device(gpu=shapes.ALL_TOKENS, host=(1, 64, 1_024), smoke=(8,))
+    few = output.by_device(gpu=shapes.FEW_TOKENS, host=(64,), smoke=(8,))
+    if output.SMOKE.value:
+        small = functools.partial(product, (shapes.GPT_OSS_20B,), num_tokens=few)
+        return [*dict.fromkeys([*small(), *small(slots=(Slots.PADDED,), layouts=(HND,))])]
+    found = [
+        *product(num_tokens=many, layouts=(NHD, HND)),
+        *product(num_tokens=few, dtypes=shapes.OTHER_DTYPES),
+        *product(num_tokens=many[-1:], dtypes=(KVCacheDType.NVFP4_4OVER6,)),
+        *product(num_tokens=few, slots=(Slots.CONTIGUOUS, Slots.PADDED)),
+        *product((LLAMA_70B_SHARD,), num_tokens=output.by_device(gpu=(1, *few, many[-1]), host=few, smoke=few)),
+        *product(OTHER_CASES, num_tokens=few),
+    ]
+    return [*dict.fromkeys(found)]
 
 
 def _one_case(job: WriteJob) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
+from support.benchmark_verdicts import assert_verdicts, timed
 
 import kvjax
 from benchmarks import workload
@@ -82,3 +83,16 @@ def test_a_wrong_write_is_found(part, monkeypatch):
     run = written(inputs, with_ring=True, with_room=True)
     with pytest.raises(AssertionError, match="elements differ from what they must be"):
         run.check(None)
+
+
+def test_verdicts_are_over_pages_alone():
+    for operation, name, ratio, said in (
+        ("attention", "64x8192", 1.07, "1.07 x pages alone: pass"),
+        ("attention", "8x8192", 1.32, "1.32 x pages alone: falls short"),
+        ("attention", "64x1024", 1.3, "1.30 x pages alone: pass"),
+        ("attention", "chunk", 1.25, "1.25 x pages alone: falls short"),
+        ("write", "64x8192", 1.3, "1.30 x pages alone: pass"),
+        ("write", "chunks-2048", 1.3, "1.30 x pages alone: falls short"),
+    ):
+        of = f"{operation} beside a window", AttentionJob(beside_window.ROWS_BY_NAME[name], KVCacheDType.NVFP4)
+        assert_verdicts((timed(*of, 100.0), []), (timed(*of, 100 * ratio, beside_window.WITH_WINDOW), [said]))

@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from support.benchmark_verdicts import assert_verdicts, timed
 from support.helpers import FEW_DTYPES, each_case, matrix
 
 from benchmarks import bars, compare, output, serving, shapes, tables, timing, workload, write
-from benchmarks.measurement import EVERY_FIELD, Measurement, Rows, read
-from benchmarks.peers import attends, beside_window, cuda, serves_torch, writes
-from benchmarks.peers.attends_mla import MLAJob
+from benchmarks.measurement import EVERY_FIELD, Measurement, read
+from benchmarks.peers import attends, cuda, serves_torch, writes
 from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.inputs import WriteInputs
 from benchmarks.peers.peer import Peer, Run
 from benchmarks.serving import LLAMA_8B, LLAMA_70B, TINY, ServeJob
-from benchmarks.shapes import TIMED_DTYPES, MLARow, Slots
+from benchmarks.shapes import TIMED_DTYPES, Slots
 from benchmarks.timing import Clock
 from benchmarks.workload import WriteJob
 from examples import llama
@@ -410,17 +409,6 @@ def test_kernel_timestamps_are_summed_for_each_of_equal_calls():
         timing.split_calls(right[:2], 2)
 
 
-def timed(operation: str, job: Any, us: float, peer="kvjax", clock=Clock.DEVICE, **facts: Any) -> Measurement:
-    times, copied = (timing.Timing((each * 1e-6,), clock) for each in (us, 0.9))
-    return Measurement(operation, job.subject, peer, times, 1, copied, facts)
-
-
-def assert_verdicts(*pairs: tuple[Measurement, list[str]]) -> None:
-    """Judges measurements of one table."""
-    rows = Rows(m for m, _ in pairs)
-    assert [bars.verdicts(m, rows) for m in rows] == [expected for _, expected in pairs]
-
-
 def test_verdicts_of_writes():
     def write(dtype, num_tokens, us=1.0, peer="kvjax", layout=NHD, clock=Clock.DEVICE) -> Measurement:
         return timed("write", WriteJob(shapes.LLAMA_8B, dtype, num_tokens, layout), us, peer, clock)
@@ -477,81 +465,22 @@ def test_verdicts_of_attention():
     )
 
 
-def test_verdicts_of_attention_over_latents(monkeypatch):
-    def attention(row, dtype, us, peer="kvjax") -> Measurement:
-        return timed("mla attention", MLAJob(MLARow.of(row), dtype), us, peer)
+def test_verdicts_of_attention_over_fp8():
+    def attention(name, dtype, us, peer="kvjax") -> Measurement:
+        row = (shapes.ATTENTION_ROWS_BY_NAME | shapes.RAGGED_ROWS_BY_NAME)[name]
+        return timed("ragged attention" if row.is_step else "attention", AttentionJob(row, dtype), us, peer)
 
-    def on(device) -> None:
-        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=f"NVIDIA {device}")])
-
-    on("H200")
+    int8, mixed = KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_K_NVFP4_V
     assert_verdicts(
-        (attention("16x1-64x8192", BFLOAT16, 152.0, "FlashInfer FA3"), []),
-        (attention("16x1-64x8192", BFLOAT16, 162.0), ["1.07 x FlashInfer FA3 bf16: falls short"]),
-        (attention("16x1-64x8192", FP8, 90.0), []),
-        (attention("16x1-64x8192", FP8_DS_MLA, 99.0), ["99.00 us: pass"]),
-        (attention("64x1-64x8192", NVFP4, 151.0), ["151.00 us: falls short"]),
-        (attention("16x4-64x4096", BFLOAT16, 100.0), ["-"]),  # without FlashInfer
-        (attention("16x4-64x4096", NVFP4, 120.0), ["1.20 x bf16: pass"]),
-        (attention("8x1-64x8192", BFLOAT16, 150.0), []),  # chosen by a flag
-    )
-    on("H100 80GB HBM3")
-    assert_verdicts(
-        (attention("16x1-64x8192", BFLOAT16, 220.0, "FlashInfer FA3"), []),
-        (attention("16x1-64x8192", NVFP4, 110.0), ["0.50 x FlashInfer FA3 bf16: pass"]),
-        (attention("16x1-64x8192", FP8_DS_MLA, 150.0), []),
-    )
-    held = {name for bar in bars.BARS if bar.operation == "mla attention" for name in bar.where["case"]}
-    assert held == {row.name for row in shapes.MLA_ROWS}
-
-
-def test_verdicts_beside_windows_and_over_fp8():
-    def timed_in(operation, rows, name, dtype, us, peer="kvjax") -> Measurement:
-        return timed(operation, AttentionJob(rows[name], dtype), us, peer)
-
-    beside = {name: f"{name} beside a window" for name in ("attention", "write")}
-    assert_verdicts(
-        *(
-            pair
-            for operation, name, ratio, said in (
-                ("attention", "64x8192", 1.07, "1.07 x pages alone: pass"),
-                ("attention", "8x8192", 1.32, "1.32 x pages alone: falls short"),
-                ("attention", "64x1024", 1.3, "1.30 x pages alone: pass"),
-                ("attention", "chunk", 1.25, "1.25 x pages alone: falls short"),
-                ("write", "64x8192", 1.3, "1.30 x pages alone: pass"),
-                ("write", "chunks-2048", 1.3, "1.30 x pages alone: falls short"),
-            )
-            for pair in (
-                (timed_in(beside[operation], beside_window.ROWS_BY_NAME, name, NVFP4, 100.0), []),
-                (
-                    timed_in(
-                        beside[operation],
-                        beside_window.ROWS_BY_NAME,
-                        name,
-                        NVFP4,
-                        100 * ratio,
-                        beside_window.WITH_WINDOW,
-                    ),
-                    [said],
-                ),
-            )
-        )
-    )
-    steps, decodes = shapes.RAGGED_ROWS_BY_NAME, shapes.ATTENTION_ROWS_BY_NAME
-    int8 = KVCacheDType.INT8_PER_TOKEN_HEAD
-    assert_verdicts(
-        (timed_in("ragged attention", steps, "late-chunk", FP8, 100.0), []),
-        (timed_in("ragged attention", steps, "late-chunk", int8, 102.0), ["1.02 x fp8: pass"]),
-        (timed_in("ragged attention", steps, "chunk", NVFP4, 341.0, attends.IN_FP8.name), ["341.00 us: falls short"]),
-        (timed_in("ragged attention", steps, "whole", FP8, 745.0, attends.IN_FP8.name), ["745.00 us: pass"]),
-    )
-    mixed = KVCacheDType.FP8_K_NVFP4_V
-    assert_verdicts(
-        (timed_in("attention", decodes, "64x1024", FP8, 120.0), []),
-        (timed_in("attention", decodes, "64x1024", NVFP4, 80.0), []),
-        (timed_in("attention", decodes, "64x1024", mixed, 107.0), ["1.07 x the mean of fp8 and nvfp4: pass"]),
-        (timed_in("attention", decodes, "64x1024", int8, 133.0), ["1.11 x fp8: falls short"]),
-        (timed_in("attention", decodes, "64x8192", mixed, 107.0), ["-"]),  # fp8 was not timed
+        (attention("late-chunk", FP8, 100.0), []),
+        (attention("late-chunk", int8, 102.0), ["1.02 x fp8: pass"]),
+        (attention("chunk", NVFP4, 341.0, attends.IN_FP8.name), ["341.00 us: falls short"]),
+        (attention("whole", FP8, 745.0, attends.IN_FP8.name), ["745.00 us: pass"]),
+        (attention("64x1024", FP8, 120.0), []),
+        (attention("64x1024", NVFP4, 80.0), []),
+        (attention("64x1024", mixed, 107.0), ["1.07 x the mean of fp8 and nvfp4: pass"]),
+        (attention("64x1024", int8, 133.0), ["1.11 x fp8: falls short"]),
+        (attention("64x8192", mixed, 107.0), ["-"]),  # fp8 was not timed
     )
 
 

@@ -176,7 +176,7 @@ READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
     "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job)]
 )
-SDPA: AttentionPeer = Peer("torch sdpa", sdpa_run, serves=_serves_torch, why_missing=in_torch.why_missing)
+SDPA = in_torch.torch_peer("torch sdpa", sdpa_run, _serves_torch)
 WITHOUT_CASCADE: AttentionPeer = Peer(
     NO_CASCADE,
     no_cascade_run,
@@ -189,11 +189,10 @@ INVARIANT = _with_options(
     lambda job: not job.row.prefix_len and job.row.head_size <= 256,
     batch_invariant=True,
 )
-IN_TORCH: AttentionPeer = Peer(
+IN_TORCH: AttentionPeer = in_torch.torch_peer(
     "kvjax_torch",
     step_in_torch_run,
-    serves=lambda job: not job.row.prefix_len and job.row.layout is CacheLayout.NHD,
-    why_missing=in_torch.why_missing,
+    lambda job: not job.row.prefix_len and job.row.layout is CacheLayout.NHD,
     own=True,
 )
 IN_FP8 = _with_options("kvjax (fp8 products)", _has_fp8_products, most=FP8_ERROR, query_quantization=True)

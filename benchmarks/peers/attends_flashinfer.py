@@ -13,9 +13,8 @@ from typing import Any
 from absl import flags
 
 from benchmarks import workload
-from benchmarks.peers import in_torch
 from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob, Workers
-from benchmarks.peers.in_torch import borrow
+from benchmarks.peers.in_torch import borrow, torch_peer
 from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, AttentionRow
 from kvjax import AttentionSpec, CacheLayout, KVCacheDType
@@ -31,12 +30,7 @@ MASK_BITS = 32
 
 
 def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
-    """Returns views of the keys and values as FlashInfer expects them and, for NVFP4, of their block scales.
-
-    Args:
-      pages: The cache's tensor.
-      spec: The cache's spec.
-    """
+    """Returns views of keys and values in a cache's tensor as FlashInfer expects them, and of NVFP4's block scales."""
     import torch
 
     if spec.dtype is not NVFP4:
@@ -44,12 +38,10 @@ def views(pages: Any, spec: AttentionSpec) -> tuple[tuple[Any, Any], tuple[Any, 
     order = (spec.block_size, spec.num_kv_heads)
     if spec.layout is CacheLayout.HND:
         order = order[::-1]
-    num_data_bytes = spec.block_size * spec.num_kv_heads * spec.head_size // 2
-    halves = [pages[:, half].flatten(1) for half in range(2)]
-    key, value = (half[:, :num_data_bytes].unflatten(1, (*order, spec.head_size // 2)) for half in halves)
-    scales = [half[:, num_data_bytes:].unflatten(1, (*order, spec.head_size // 16)) for half in halves]
-    k_scales, v_scales = (each.view(torch.float8_e4m3fn) for each in scales)
-    return (key, value), (k_scales, v_scales)
+    halves, num_data_bytes = pages.flatten(2), spec.block_size * spec.num_kv_heads * spec.head_size // 2
+    data = halves[..., :num_data_bytes].unflatten(2, (*order, spec.head_size // 2))
+    scales = halves[..., num_data_bytes:].unflatten(2, (*order, spec.head_size // 16))
+    return data.unbind(1), scales.view(torch.float8_e4m3fn).unbind(1)
 
 
 def stored_dtype(dtype: KVCacheDType) -> Any:
@@ -217,11 +209,7 @@ def _deadline() -> float:
 
 
 def wait_for(key: ModuleKey) -> None:
-    """Waits until a module is built.
-
-    Raises:
-      TimeoutError: If the module is not built before the deadline.
-    """
+    """Waits until a module is built; `TimeoutError` if it is not before the deadline."""
     try:
         module(*key).result(max(_deadline() - time.monotonic(), 0.001))
     except TimeoutError:
@@ -236,19 +224,14 @@ def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob,
         module(*key)
 
 
-def _peer(name: str, prepare: Callable[[AttentionInputs], Run], serves: Callable[[AttentionJob], bool]) -> Any:
-    return Peer(f"FlashInfer {name}", prepare, serves, lambda: in_torch.why_no_library("flashinfer"))
-
-
-FA2, FA3, XQA = (
-    _peer("FA2", functools.partial(wrapper_run, backend="fa2"), lambda job: not job.row.prefix_len),
-    _peer(
-        "FA3",
-        functools.partial(wrapper_run, backend="fa3"),
-        lambda job: job.dtype is BFLOAT16 and not job.row.prefix_len,
-    ),
-    _peer("XQA", xqa_run, lambda job: job.dtype is not NVFP4),
+_peer = functools.partial(torch_peer, library="flashinfer")
+FA2: Any = _peer("FlashInfer FA2", functools.partial(wrapper_run, backend="fa2"), lambda job: not job.row.prefix_len)
+FA3: Any = _peer(
+    "FlashInfer FA3",
+    functools.partial(wrapper_run, backend="fa3"),
+    lambda job: job.dtype is BFLOAT16 and not job.row.prefix_len,
 )
+XQA: Any = _peer("FlashInfer XQA", xqa_run, lambda job: job.dtype is not NVFP4)
 KEYS: dict[Any, Callable[[AttentionJob], ModuleKey]] = {
     FA2: functools.partial(prefill_key, backend="fa2"),
     FA3: functools.partial(prefill_key, backend="fa3"),

@@ -15,11 +15,11 @@ import numpy as np
 
 import kvjax
 from benchmarks import compare, output, workload
-from benchmarks.peers import attends_flashinfer, in_torch
+from benchmarks.latents import MLA_BLOCK_SIZE, RANK, ROPE, MLARow, spec_of
+from benchmarks.peers import attends_flashinfer
 from benchmarks.peers.attention_inputs import OWN_ERROR, PEER_ERROR, CheckedInputs, compiling, indices
-from benchmarks.peers.in_torch import borrow
+from benchmarks.peers.in_torch import borrow, torch_peer
 from benchmarks.peers.peer import Peer, Run, own_peers
-from benchmarks.shapes import MLA_BLOCK_SIZE, RANK, ROPE, MLARow, latents
 from kvjax import KVCache, KVCacheDType, MLAAttentionSpec
 
 BFLOAT16, FP8, FP8_DS_MLA = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_DS_MLA
@@ -37,7 +37,7 @@ class MLAJob:
 
     @property
     def spec(self) -> MLAAttentionSpec:
-        return latents(self.dtype)
+        return spec_of(self.dtype)
 
     @property
     def subject(self) -> dict[str, Any]:
@@ -225,23 +225,15 @@ def flashmla_run(inputs: MLAInputs) -> Run:
 type MLAPeer = Peer[MLAJob, MLAInputs]
 
 KVJAX, _ = own_peers(MLAJob, kvjax_run)
-FLASHINFER: MLAPeer = Peer(
-    "FlashInfer FA3",
-    flashinfer_run,
-    lambda job: job.dtype in (BFLOAT16, FP8),
-    lambda: in_torch.why_no_library("flashinfer.mla"),
+FLASHINFER: MLAPeer = torch_peer(
+    "FlashInfer FA3", flashinfer_run, lambda job: job.dtype in (BFLOAT16, FP8), library="flashinfer.mla"
 )
-VLLM: MLAPeer = Peer(
-    "vLLM FA3",
-    vllm_run,
-    lambda job: job.dtype is BFLOAT16,
-    lambda: in_torch.why_no_library("vllm.vllm_flash_attn"),
-)
-FLASHMLA: MLAPeer = Peer(
+VLLM: MLAPeer = torch_peer("vLLM FA3", vllm_run, lambda job: job.dtype is BFLOAT16, library="vllm.vllm_flash_attn")
+FLASHMLA: MLAPeer = torch_peer(
     "FlashMLA",
     flashmla_run,
     lambda job: job.dtype is BFLOAT16 or (job.dtype is FP8_DS_MLA and job.row.q_len == 1),
-    lambda: in_torch.why_no_library("vllm.third_party.flashmla.flash_mla_interface"),
+    library="vllm.third_party.flashmla.flash_mla_interface",
 )
 PEERS = (KVJAX, VLLM, FLASHMLA, FLASHINFER)
 

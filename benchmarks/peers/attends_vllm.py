@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import workload
-from benchmarks.peers import in_torch
 from benchmarks.peers.attends_flashinfer import stored_dtype
 from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
-from benchmarks.peers.in_torch import borrow
+from benchmarks.peers.in_torch import borrow, torch_peer
 from benchmarks.peers.peer import Peer, Run, by_turns
 from kvjax import CacheLayout, KVCacheDType
 
@@ -54,9 +53,9 @@ def run(inputs: AttentionInputs) -> Run:
     return inputs.run_in_torch(by_turns(attend, caches), most=PEER_ERROR)
 
 
-FA3: Peer[AttentionJob, AttentionInputs] = Peer(
+FA3: Peer[AttentionJob, AttentionInputs] = torch_peer(
     "vLLM FA3",
     run,
     lambda job: job.dtype in DTYPES and job.row.layout is CacheLayout.NHD and not job.row.prefix_len,
-    lambda: in_torch.why_no_library("vllm.vllm_flash_attn"),
+    library="vllm.vllm_flash_attn",
 )

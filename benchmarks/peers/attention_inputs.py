@@ -121,18 +121,10 @@ class CheckedInputs:
         raise NotImplementedError
 
     def check(self, attended: Any, *, most: float, factor: float = 1.0) -> dict[str, float]:
-        """Compares a result with that of XLA.
+        """Compares a result, multiplied by `factor`, with that of XLA.
 
-        Args:
-          attended: The result.
-          most: The maximum accepted error.
-          factor: A factor to multiply the result by.
-
-        Returns:
-          The root mean square of the sampled tokens' relative errors.
-
-        Raises:
-          AssertionError: If the error exceeds `most`, or an element is NaN or infinite.
+        Returns the root mean square of the sampled tokens' relative errors; `AssertionError` if that exceeds `most` or
+        an element is NaN or infinite.
         """
         got = np.asarray(attended).reshape(self.result_shape)
         if not np.isfinite(got).all():
@@ -299,19 +291,13 @@ def reference(job: AttentionJob) -> Future[Any]:
     return paged(job, jax.ShapeDtypeStruct(shape, jnp.float32), "xla")
 
 
+@functools.cache
 def paged(job: AttentionJob, query: jax.ShapeDtypeStruct, implementation: str | None, **options: Any) -> Future[Any]:
     """Compiles `kvjax.paged_attention` for a query over the caches of a job."""
-    options = job.row.options | options | {"implementation": implementation}
-    return _paged(job.spec, job.row.num_blocks, job.row.blocks_a_seq, query, **options)
-
-
-@functools.cache
-def _paged(
-    spec: AttentionSpec, num_blocks: int, blocks_a_seq: int, query: jax.ShapeDtypeStruct, **options: Any
-) -> Future[Any]:
-    attend = functools.partial(kvjax.paged_attention, **options)
-    table, lengths = indices(query.shape[0], blocks_a_seq), indices(query.shape[0])
-    return compiling(attend, query, workload.cache_struct(spec, num_blocks), table, lengths, **workload.scales())
+    attend = functools.partial(kvjax.paged_attention, **job.row.options, **options, implementation=implementation)
+    cache = workload.cache_struct(job.spec, job.row.num_blocks)
+    numbers = indices(query.shape[0], job.row.blocks_a_seq), indices(query.shape[0])
+    return compiling(attend, query, cache, *numbers, **workload.scales())
 
 
 def indices(*shape: int) -> jax.ShapeDtypeStruct:

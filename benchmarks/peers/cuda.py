@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import timing
+from benchmarks import timing, workload
 from kvjax import AttentionSpec, CacheLayout, KVCache, KVCacheDType
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("copy.cu", "reshape_and_cache.cu"))
@@ -36,7 +36,7 @@ def nvcc() -> str | None:
 @functools.cache
 def why_missing() -> str | None:
     """Builds the kernels and returns why they cannot run here, or `None`."""
-    if jax.default_backend() != "gpu":
+    if not workload.is_gpu():
         return "needs an NVIDIA GPU"
     try:
         _library()
@@ -46,11 +46,7 @@ def why_missing() -> str | None:
 
 
 def build(library: Path) -> None:
-    """Compiles the kernels to a shared library.
-
-    Raises:
-      RuntimeError: If nvcc is missing or fails.
-    """
+    """Compiles the kernels to a shared library; `RuntimeError` if nvcc is missing or fails."""
     compiler = nvcc()
     if compiler is None:
         raise RuntimeError("nvcc: got none in PATH, CUDA_HOME/bin or /usr/local/cuda/bin, expected CUDA's compiler")
@@ -101,22 +97,13 @@ def fitted_threads(row_elements: int) -> int:
     return min(-(-row_elements // ELEMENTS_A_THREAD // 32) * 32, 512)
 
 
-def reshape_and_cache(
-    key: jax.Array,
-    value: jax.Array,
-    slot_mapping: jax.Array,
-    cache: KVCache,
-    *,
-    k_scale: jax.Array,
-    v_scale: jax.Array,
-    threads: ThreadCount,
-) -> None:
+def reshape_and_cache(batch: workload.Batch, cache: KVCache, *, threads: ThreadCount) -> None:
     """Launches an in-place write of bfloat16 tokens into `cache`, without JAX's knowledge.
 
     All arrays must be ready, and nothing else may reference the cache's array. `synchronize` waits for the write.
     """
-    num_tokens, row_elements = key.shape[0], key.shape[1] * key.shape[2]
-    arrays = key, value, cache.kv, slot_mapping, k_scale, v_scale
+    num_tokens, row_elements = batch.key.shape[0], batch.key.shape[1] * batch.key.shape[2]
+    arrays = batch.key, batch.value, cache.kv, batch.slot_mapping, *workload.scales().values()
     pointers = [array.unsafe_buffer_pointer() for array in arrays]
     launch = getattr(_library(), WRITES[cache.spec.dtype])
     sizes = num_tokens, cache.num_slots, cache.spec.block_size, row_elements, threads(row_elements)
@@ -144,25 +131,3 @@ def measure_memcpy(source: jax.Array, target: jax.Array, num_bytes: int) -> timi
         _check(_library().time_memcpy(*pointers, num_bytes, rotation, MEMCPY_CALLS, ctypes.byref(seconds)))
         samples.append(seconds.value)
     return timing.Timing(tuple(samples), timing.Clock.EVENTS)
-
-
-def measure_host_copy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:
-    """Times CUDA's copy of the first bytes of an array to another, of which one is in pinned host memory.
-
-    By the driver, which is where a GPU is.
-    """
-    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    pointers = [ctypes.c_uint64(array.unsafe_buffer_pointer()) for array in (target, source)]
-    [device] = source.devices()
-
-    def check(error: int) -> None:
-        if error:
-            raise RuntimeError(f"CUDA's driver: error {error}")
-
-    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device.local_hardware_id))
-    check(driver.cuCtxSetCurrent(context))
-    return timing.measure_in_a_row(
-        lambda _: check(driver.cuMemcpyAsync(*pointers, ctypes.c_size_t(num_bytes), None)),
-        count=MEMCPY_CALLS,
-        wait=lambda _: check(driver.cuCtxSynchronize()),
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks import workload
-from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.inputs import WriteInputs, WritePeer, check_dense, dense_poisoned
 from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
@@ -45,9 +45,17 @@ def why_missing(*modules: str) -> str | None:
     return "torch sees no GPU" if workload.is_gpu() and not has_gpu() else None
 
 
-def why_no_library(module: str) -> str | None:
-    """Returns why the kernels of a torch library cannot run here, or `None`."""
-    return why_no_gpu() or why_missing(module)
+def torch_peer[Job, Inputs](
+    name: str,
+    prepare: Callable[[Inputs], Run],
+    serves: Callable[[Job], bool] = lambda _: True,
+    *,
+    library: str | None = None,
+    own: bool = False,
+) -> Peer[Job, Inputs]:
+    """Returns a peer that torch calls, on a GPU if its kernels are those of another `library`."""
+    missing = (lambda: why_no_gpu() or why_missing(library)) if library else why_missing
+    return Peer(name, prepare, serves, missing, own=own)
 
 
 def _torch_store(spec: AttentionSpec) -> Callable[[Any, float], Any]:
@@ -103,15 +111,10 @@ def _serves_torch(job: WriteJob) -> bool:
     return not job.spec.stores_scales and job.slots is not Slots.PADDED  # torch's indices cannot skip tokens
 
 
-INDEX_COPY = Peer[WriteJob, WriteInputs](
-    "torch index_copy_",
-    index_copy_run,
-    serves=lambda job: _serves_torch(job) and job.layout is CacheLayout.NHD,
-    why_missing=why_missing,
+INDEX_COPY: WritePeer = torch_peer(
+    "torch index_copy_", index_copy_run, lambda job: _serves_torch(job) and job.layout is CacheLayout.NHD
 )
-INDEX_PUT = Peer[WriteJob, WriteInputs](
-    "torch index_put_", index_put_run, serves=_serves_torch, why_missing=why_missing
-)
+INDEX_PUT = torch_peer("torch index_put_", index_put_run, _serves_torch)
 
 
 def kvjax_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Callable[[], Any]]:
@@ -132,10 +135,4 @@ def kvjax_run(inputs: WriteInputs) -> Run:
     return inputs.exact_run(lambda write: write(), writes, cache, wait)
 
 
-KVJAX = Peer[WriteJob, WriteInputs](
-    "kvjax_torch",
-    kvjax_run,
-    serves=lambda job: job.layout is CacheLayout.NHD,
-    why_missing=why_missing,
-    own=True,
-)
+KVJAX: WritePeer = torch_peer("kvjax_torch", kvjax_run, lambda job: job.layout is CacheLayout.NHD, own=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import workload
-from benchmarks.peers.peer import Run, by_turns
+from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.workload import WriteJob
 from kvjax import KVCache, KVQuantMode
@@ -49,6 +49,9 @@ class WriteInputs:
             else:
                 facts["codes_apart"] = facts.get("codes_apart", 0) + workload.check_codes(got, wanted)
         return facts
+
+
+type WritePeer = Peer[WriteJob, WriteInputs]
 
 
 def dense_poisoned(inputs: WriteInputs) -> list[jax.Array]:

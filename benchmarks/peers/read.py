@@ -56,11 +56,8 @@ def compiled(num_bytes: int) -> Any:
     return jax.jit(read).lower(words).compile()
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def distinct_words(num_bytes: int, count: int) -> list[jax.Array]:
     """Returns `count` arrays of `num_bytes` with distinct words, which are faster to generate than random ones."""
-    return [_distinct_words(first, num_blocks(num_bytes) * BLOCK_WORDS) for first in range(count)]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _distinct_words(first: int, size: int) -> jax.Array:
-    return (jnp.arange(size, dtype=jnp.int32) + first) * jnp.int32(-1_640_531_527)
+    words = jnp.arange(num_blocks(num_bytes) * BLOCK_WORDS, dtype=jnp.int32)
+    return [(words + first) * jnp.int32(-1_640_531_527) for first in range(count)]

@@ -14,7 +14,7 @@ from jax import lax
 from benchmarks import compare, output, workload
 from benchmarks.peers import cuda, in_torch
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
-from benchmarks.peers.inputs import WriteInputs, check_dense, dense_poisoned
+from benchmarks.peers.inputs import WriteInputs, WritePeer, check_dense, dense_poisoned
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
@@ -77,12 +77,10 @@ XLA_SCATTER = Peer[WriteJob, WriteInputs](
 
 
 def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
-    cache, scales = inputs.poisoned(), workload.scales()
-    jax.block_until_ready((cache, inputs.batches, scales))
-    batches = [(*batch, cache) for batch in inputs.batches]
-    options: dict[str, Any] = {**scales, "threads": threads}
-    write = functools.partial(cuda.reshape_and_cache, **options)
-    return inputs.exact_run(write, batches, cache, cuda.synchronize)
+    cache = inputs.poisoned()
+    jax.block_until_ready((cache, inputs.batches, workload.scales()))
+    write = functools.partial(cuda.reshape_and_cache, cache=cache, threads=threads)
+    return inputs.exact_run(write, [(batch,) for batch in inputs.batches], cache, cuda.synchronize)
 
 
 CUDA = Peer[WriteJob, WriteInputs](
@@ -107,17 +105,13 @@ def _flashinfer_append(inputs: WriteInputs) -> Run:
 
     cache = inputs.poisoned()
     pages = borrow(cache.kv)
-
-    def numbers(*values: int) -> Any:
-        return torch.tensor(values, dtype=torch.int32, device=pages.device)
-
-    table = torch.arange(cache.num_blocks, dtype=torch.int32, device=pages.device)
-    owners = table, numbers(0, cache.num_blocks), numbers(BLOCK_SIZE)
-    first_request = torch.zeros(inputs.job.num_tokens, dtype=torch.int32, device=pages.device)
-    layout = inputs.job.layout.value
+    ints: Any = {"dtype": torch.int32, "device": pages.device}
+    table, bounds = torch.arange(cache.num_blocks, **ints), torch.tensor([0, cache.num_blocks], **ints)
+    owners = pages, table, bounds, torch.tensor([BLOCK_SIZE], **ints)
+    first_request, layout = torch.zeros(inputs.job.num_tokens, **ints), inputs.job.layout.value
 
     def write(key: Any, value: Any, slots: Any) -> None:
-        page.append_paged_kv_cache(key, value, first_request, slots, pages, *owners, kv_layout=layout)
+        page.append_paged_kv_cache(key, value, first_request, slots, *owners, kv_layout=layout)
 
     return inputs.run(write, borrowed(inputs.batches), cache, in_torch.wait)
 
@@ -129,10 +123,8 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     job = inputs.job
     expected = [*zip(*nvfp4_split_views(inputs.expected), strict=True)]  # (data, scales) of keys, then of values
     arrays = [[jnp.full(each.shape, workload.POISON, jnp.uint8) for each in half] for half in expected]
-    halves = [[borrow(each) for each in half] for half in arrays]
-    data, scales = ([half[which] for half in halves] for which in range(2))
-    caches = tuple(data), tuple(each.view(torch.float8_e4m3fn) for each in scales)
-    options = *caches, *workload.SCALES
+    data, scales = zip(*(map(borrow, half) for half in arrays), strict=True)
+    options = data, tuple(each.view(torch.float8_e4m3fn) for each in scales), *workload.SCALES
 
     def write(*batch: Any) -> None:
         page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*batch, *options, kv_layout=job.layout.value)
@@ -148,19 +140,17 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
     return Run(by_turns(write, borrowed(inputs.batches)), check, in_torch.wait)
 
 
-FLASHINFER = Peer[WriteJob, WriteInputs](
+FLASHINFER: WritePeer = in_torch.torch_peer(
     "FlashInfer",
     flashinfer_run,
-    serves=lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
-    why_missing=lambda: in_torch.why_no_library("flashinfer.page"),
+    lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
+    library="flashinfer.page",
 )
 
 PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PUT, CUDA, CUDA_FITTED, FLASHINFER)
 
 
-def measure(
-    test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[Peer[WriteJob, WriteInputs]]
-) -> None:
+def measure(test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[WritePeer]) -> None:
     """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
 
     @functools.lru_cache(maxsize=1)
