@@ -45,6 +45,21 @@ type Batch = list[tuple[Request, np.ndarray]]
 """Requests with their new tokens in a step."""
 
 
+def swap_states(source: Any, destination: Any, pairs: np.ndarray) -> Any:
+    """Copies slots of `source [num_slots, ...]` to those of `destination`, donated; states on the host are NumPy's."""
+    from_slots, to_slots = pairs.T
+    if isinstance(destination, np.ndarray):
+        destination[to_slots] = source[from_slots]
+        return destination
+    return put_states(destination, to_slots, source[from_slots])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_states(states: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """Writes states into slots of `states [num_slots, ...]`."""
+    return states.at[slots].set(values)
+
+
 class Engine:
     """Runs requests until they have all their tokens, or `eos_token_id`.
 
@@ -56,15 +71,17 @@ class Engine:
 
     Args:
       run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
-        below 0 is `~row` of `previous`, the previous step's output: int32 `[max(num_seqs)]`.
-      caches: of `pool.num_blocks` blocks.
+        below 0 is `~row` of `previous`, the previous step's output: int32 `[max(num_seqs)]`. If the pool has states, it
+        also gets `state_slots`, int32 `[num_seqs]`, each sequence's slot; `pool.num_states` for padding.
+      caches: of `pool.num_blocks` blocks; beside them may be arrays of states, `[pool.num_states, ...]`.
       pool: allocates their blocks.
       num_seqs: buckets of sequences in a step; each is compiled once with prompts and once without.
       max_blocks: most blocks of a sequence.
       chunk: most prompt tokens in a step.
       max_prompts: most prompts in a step.
       eos_token_id: ends a request.
-      host_caches: like `caches`, of `pool.num_host_blocks` blocks on the host.
+      host_caches: like `caches`, of `pool.num_host_blocks` blocks on the host; states are NumPy arrays,
+        `[pool.num_host_states, ...]`.
       sharding: where `run`'s results are: a device or a sharding; None where no argument of `run` is committed.
       windows: the rows of exact windows that `caches` has beside pages, and what fills them, `(caches, step, fills) ->
         caches`; None without windows.
@@ -87,6 +104,8 @@ class Engine:
     ) -> None:
         if host_caches is not None and windows is not None:
             raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
+        if 0 < pool.num_states < max(num_seqs):
+            raise ValueError(f"pool: got {pool.num_states} states, expected one for each of {max(num_seqs)} sequences")
         self.caches, self.host_caches, self._windows = caches, host_caches, windows
         self.num_preempted = self.num_recomputed = 0
         self._run, self._pool, self._eos = run, pool, eos_token_id
@@ -193,14 +212,17 @@ class Engine:
         """Makes the copies to the host, then those from it, before the step that needs them."""
         swaps = self._pool.take_swaps()
 
-        def swapped(source: Any, destination: Any, pairs: np.ndarray) -> Any:
-            if not len(pairs):
-                return destination
-            swap = functools.partial(kvjax.swap_blocks, pairs=pairs)
+        def swapped(source: Any, destination: Any, pairs: np.ndarray, of_states: np.ndarray) -> Any:
+            def swap(old: Any, new: Any) -> Any:
+                if isinstance(new, kvjax.KVCache):
+                    return kvjax.swap_blocks(old, new, pairs) if len(pairs) else new
+                return swap_states(old, new, of_states) if len(of_states) else new
+
             return jax.tree.map(swap, source, destination, is_leaf=lambda x: isinstance(x, kvjax.KVCache))
 
-        self.host_caches = swapped(self.caches, self.host_caches, swaps.to_host)
-        self.caches = swapped(self.host_caches, self.caches, swaps.from_host)
+        if self.host_caches is not None:
+            self.host_caches = swapped(self.caches, self.host_caches, swaps.to_host, swaps.states_to_host)
+            self.caches = swapped(self.host_caches, self.caches, swaps.from_host, swaps.states_from_host)
 
     def _schedule(self) -> Batch:
         """Returns one token for each decoding request, and as much of the prompts as fits beside them."""
@@ -238,8 +260,11 @@ class Engine:
             self.caches = self._windows[1](self.caches, step, fills)
         tokens = np.zeros(len(step.slot_mapping), np.int32)
         tokens[: sum(q_lens)] = np.concatenate([new for _, new in batch])
-        buckets = {"max_q_len": 1, "max_prompts": 0} if is_decode else self._prompt_buckets
-        self._previous, self.caches = self._run(tokens, self._previous, step, self.caches, **buckets)
+        options: dict[str, Any] = {"max_q_len": 1, "max_prompts": 0} if is_decode else self._prompt_buckets
+        if self._pool.num_states:
+            options["state_slots"] = np.full(rows, self._pool.num_states, np.int32)
+            options["state_slots"][: len(batch)] = [sequence.state for sequence in sequences]
+        self._previous, self.caches = self._run(tokens, self._previous, step, self.caches, **options)
         self._previous.copy_to_host_async()
         outputs = []
         for row, (request, new) in enumerate(batch):

@@ -258,6 +258,7 @@ def forward(
     caches: Any,
     attend: Attend = write_and_attend,
     axis: str | None = None,
+    positions: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs a step's `tokens [num_tokens]`; returns their last hidden states `[num_tokens, hidden_size]` and the caches.
 
@@ -265,8 +266,10 @@ def forward(
     scanned, which needs a cache of all layers. Pass the hidden states of the wanted tokens to `logits`.
 
     Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`.
+
+    `positions [num_tokens]` are those of the tokens in their text, by default in their sequences.
     """
-    rotate = _rotary(step.token_rows()[1], config)
+    rotate = _rotary(step.token_rows()[1] if positions is None else positions, config)
 
     def run_layer(x: jax.Array, caches: Any, layer: Params, number: Any) -> tuple[jax.Array, Any]:
         h = _rms_norm(x, layer["attention_norm"], config.rms_norm_eps)

@@ -104,16 +104,17 @@ class Speculator:
             tokens.append(self._prefill(sequence, tokens))
         ends = [len(prompt) + num_new_tokens for prompt in prompts]
         while running := [i for i, tokens in enumerate(known) if len(tokens) < ends[i]]:
-            new = []
-            for i in running:  # the last token is known and not yet written
-                most = min(self._num_drafts, ends[i] - len(known[i]) - 1)
-                new.append([known[i][-1], *self._draft(known[i], most)[:most]])
+            new = [self._drafted(known[i], min(self._num_drafts, ends[i] - len(known[i]) - 1)) for i in running]
             found = self._verify([sequences[i] for i in running], new, rows=len(prompts))
             for i, tokens in zip(running, found, strict=True):
                 known[i] += tokens
         for sequence in sequences:
             sequence.free()
         return known
+
+    def _drafted(self, known: list[int], most: int) -> list[int]:
+        """Returns the last token, which is known and not yet written, and its drafts."""
+        return [known[-1], *self._draft(known, most)[:most]]
 
     def _prefill(self, sequence: kvjax.PagedSequence, prompt: Sequence[int]) -> int:
         """Computes what is not cached of a prompt; returns the next token."""

@@ -132,7 +132,8 @@ class PagedSequence:
     def fork(self) -> PagedSequence:
         """Returns another sequence with the same tokens and blocks; further tokens go to separate blocks.
 
-        It gets a state of its own: copy slot `state` of this sequence to that of the fork before either grows.
+        It gets a state of its own: make the copies of `BlockPool.take_swaps` before, and copy slot `state` of this
+        sequence to that of the fork before any other call. The slot may be one that waits to be copied to the host.
 
         Raises:
           OutOfBlocksError: no state is free.

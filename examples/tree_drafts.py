@@ -1,0 +1,201 @@
+"""Greedy decoding with drafts that are a tree: a step checks several continuations of each sequence at once.
+
+    python -m examples.tree_drafts
+
+Where a text has gone on in two ways before, `examples.speculative` has to choose one; here a step checks both. The
+tokens are still those of decoding without drafts. A tree is a list of tokens, parents before children, that begins with
+the last known token. The order of the calls, for each step:
+
+1. `append` makes room for a whole tree of each sequence. Smaller trees are padded: attention takes equally many rows of
+   each sequence.
+2. The step writes the trees, and gives the token that follows each row. A row's position, for RoPE, is its depth in the
+   tree after that of the last known token. Its slot is that of its place in the list, and `tree_mask` hides all but its
+   ancestors.
+3. The longest path is accepted whose every token is what follows its parent. Its rows are written again, to the slots
+   that their positions have. Keys need no other rotation.
+4. `truncate` takes back what follows the path, and `commit` makes it known.
+
+Layers with a sliding window see tokens by their slots, and so too few of them from a row whose depth is less than its
+place: they are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from examples import llama
+from examples.speculative import Speculator, lookup
+
+type Branches = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
+"""`(known tokens, at most so many) -> guesses of the next ones, in several ways`, which may begin alike."""
+
+
+class Tree(NamedTuple):
+    """Tokens, the last known one first, and the place of each one's parent; that of the first is -1."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    @classmethod
+    def of(cls, root: int, branches: Sequence[Sequence[int]], most: int) -> Tree:
+        """Joins branches where they begin alike; of more than `most` drafts the deepest are dropped."""
+        tree, children, ends = cls([root], [-1]), {}, [0] * len(branches)
+        for depth in range(max(map(len, branches), default=0)):
+            for number, branch in enumerate(branches):
+                if depth < len(branch):
+                    child = ends[number], branch[depth]
+                    if child not in children:
+                        if len(tree.tokens) > most:
+                            return tree
+                        children[child] = len(tree.tokens)
+                        tree.tokens.append(child[1])
+                        tree.parents.append(child[0])
+                    ends[number] = children[child]
+        return tree
+
+    def mask(self, width: int) -> np.ndarray:
+        """Returns what each of `width` rows sees of the others, `[width, width]`: its ancestors and itself."""
+        seen = np.eye(width, dtype=bool)
+        for row, parent in enumerate(self.parents[1:], 1):
+            seen[row] |= seen[parent]
+        return seen
+
+    def accepted(self, following: Sequence[int]) -> list[int]:
+        """Returns the places of the path whose tokens follow each other, by the token that follows each row."""
+        children = {(parent, token): row for row, (token, parent) in enumerate(zip(*self, strict=True))}
+        path = [0]
+        while (child := children.get((path[-1], following[path[-1]]))) is not None:
+            path.append(child)
+        return path
+
+
+def lookups(known: Sequence[int], most: int, *, ngram: int = 1, count: int = 2) -> list[Sequence[int]]:
+    """Returns what followed the last `ngram` tokens before, in the `count` last ways that begin differently."""
+    found: dict[int, Sequence[int]] = {}
+    for end in range(len(known) - 1, ngram - 1, -1):
+        if list(known[end - ngram : end]) == list(known[-ngram:]) and len(found) < count and most:
+            found.setdefault(known[end], known[end : end + most])
+    return list(found.values())
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def verify_trees(
+    params: llama.Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    step: kvjax.StepMetadata,
+    cache: kvjax.KVCache,
+    *,
+    config: llama.ModelConfig,
+) -> tuple[jax.Array, kvjax.KVCache, jax.Array]:
+    """Runs a step of `mask.shape[1]` rows of each sequence.
+
+    Returns:
+      The most likely token after every row, int32 `[num_tokens]`; the cache; and what was written to it,
+      `[keys and values, num_layers, num_tokens, num_kv_heads, head_dim]`.
+    """
+
+    def attend(query, key, value, carried, step, layer):  # type: ignore[no-untyped-def]
+        cache, rows = carried
+        cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, layer=layer, unique_slots=True)
+        by_sequence = query.reshape(*mask.shape[:2], *query.shape[1:])
+        attended = kvjax.paged_attention(
+            by_sequence, cache, step.block_table, step.seq_lens, layer=layer, tree_mask=mask
+        )
+        return attended.reshape(query.shape), (cache, rows.at[:, layer].set(jnp.stack([key, value])))
+
+    sizes = 2, config.num_hidden_layers, len(tokens), config.num_key_value_heads, config.head_dim
+    carried = cache, jnp.zeros(sizes, params["embedding"].dtype)
+    tokens = jnp.asarray(tokens)
+    hidden, (cache, rows) = llama.forward(params, config, tokens, step, carried, attend, positions=positions)
+    return jnp.argmax(llama.logits(params, hidden), axis=-1).astype(jnp.int32), cache, rows
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def write_again(cache: kvjax.KVCache, rows: jax.Array, slots: jax.Array) -> kvjax.KVCache:
+    """Writes the rows of `verify_trees` to other slots, -1 for those that are not to be written."""
+    for layer in range(rows.shape[1]):
+        cache = kvjax.reshape_and_cache_flash(*rows[:, layer], cache, slots, layer=layer, unique_slots=True)
+    return cache
+
+
+class TreeSpeculator(Speculator):
+    """Continues prompts greedily, several tokens a step where a branch of the drafts is right.
+
+    The arguments are those of `Speculator`, but for `draft`, which returns branches; `num_drafts` is the most tokens of
+    a tree without its first, for which the pool and `max_blocks` need room after the last token.
+    """
+
+    def __init__(self, *args: Any, draft: Branches = lookups, **options: Any) -> None:
+        super().__init__(*args, draft=draft, **options)
+        if (window := self._cache.spec.sliding_window) is not None:
+            raise ValueError(f"cache: got a sliding window of {window}, expected none: it counts tokens as stored")
+
+    def _drafted(self, known: list[int], most: int) -> Tree:
+        return Tree.of(known[-1], [branch[:most] for branch in self._draft(known, most)], self._num_drafts)
+
+    def _verify(self, sequences: list[kvjax.PagedSequence], trees: list[Tree], rows: int) -> list[list[int]]:
+        """Runs a step over trees; returns the tokens that each sequence gains."""
+        starts, width = [sequence.num_tokens for sequence in sequences], 1 + self._num_drafts
+        tokens, mask = np.zeros((rows, width), np.int32), np.tile(np.eye(width, dtype=bool), (rows, 1, 1))
+        for row, tree in enumerate(trees):
+            tokens[row, : len(tree.tokens)], mask[row] = tree.tokens, tree.mask(width)
+        positions = np.pad(starts, (0, rows - len(starts)))[:, None] + mask.sum(axis=2) - 1
+        q_lens = [width] * len(sequences)
+        self._pool.append(sequences, q_lens)
+        step = kvjax.StepMetadata.from_sequences(
+            sequences, q_lens, num_tokens=tokens.size, num_seqs=rows, max_blocks=self._max_blocks
+        )
+        following, self._cache, written = verify_trees(
+            self._params, tokens.reshape(-1), positions.reshape(-1), mask, step, self._cache, config=self._config
+        )
+        after = np.asarray(following).reshape(rows, width)
+        paths = [tree.accepted(after[row].tolist()) for row, tree in enumerate(trees)]
+        self._move(sequences, starts, paths, written)
+        for row, (sequence, start, path) in enumerate(zip(sequences, starts, paths, strict=True)):
+            sequence.truncate(start + len(path))
+            sequence.commit(tokens[row, path])
+            self.num_accepted += len(path) - 1
+        self.num_steps += 1
+        return [after[row, path].tolist() for row, path in enumerate(paths)]
+
+    def _move(
+        self, sequences: list[kvjax.PagedSequence], starts: list[int], paths: list[list[int]], written: jax.Array
+    ) -> None:
+        """Writes the rows of accepted paths to the slots of their positions, if they are elsewhere."""
+        slots = np.full(written.shape[2], -1, np.int32)
+        for number, (sequence, start, path) in enumerate(zip(sequences, starts, paths, strict=True)):
+            own = sequence.slots(start, start + len(path))
+            slots[number * (1 + self._num_drafts) + np.array(path)] = np.where(path == np.arange(len(path)), -1, own)
+        if (slots >= 0).any():
+            self._cache = write_again(self._cache, written, slots)
+
+
+def main() -> None:
+    config = llama.ModelConfig(61, 32, 48, 2, 4, 2, 16)
+    params = llama.random_params(config, jax.random.key(0), "float32")
+    spec = kvjax.FullAttentionSpec(16, 2, 16, dtype=kvjax.KVCacheDType.FLOAT32)
+    prompts = [np.random.default_rng(seed).integers(0, config.vocab_size, 20).tolist() for seed in range(2)]
+    ways = {
+        "no drafts": (Speculator, {"num_drafts": 0}),
+        "one branch of 6": (Speculator, {"num_drafts": 6, "draft": functools.partial(lookup, ngram=1)}),
+        "a tree of 6": (TreeSpeculator, {"num_drafts": 6}),
+    }
+    for name, (kind, options) in ways.items():
+        cache = kvjax.KVCache.allocate(spec, 32, num_layers=config.num_hidden_layers)
+        pool = kvjax.BlockPool(32, spec.block_size)
+        speculator = kind(params, config, cache, pool, max_blocks=16, **options)
+        tokens = speculator.generate(prompts, 100)
+        print(f"{name}: {speculator.num_steps} steps, {speculator.num_accepted} drafts right; {tokens[0][-20:]}")
+
+
+if __name__ == "__main__":
+    main()
