@@ -175,6 +175,26 @@ def test_in_jax_steps_with_an_exact_window_are_those_of_a_cache_that_is_written(
     assert all(np.isfinite(np.float32(step)).all() for step in steps)
 
 
+def test_dense_keys_and_values_are_attended_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Rows of no sequence too; from JAX in XLA, as interpreted kernels take minutes."""
+    pytest.importorskip("kvjax_torch")
+    run, outs = DRIVER["run_dense"].__globals__, []
+    attend = run["_attend_dense"]
+
+    def in_xla(*args: object, **options: object) -> object:
+        assert options["implementation"] == "mosaic"
+        outs.append(attend(*args, **options | {"implementation": "xla"}))
+        return outs[-1]
+
+    monkeypatch.setitem(run, "_attend_dense", in_xla)
+    for options in ([], ["--from-torch"]):
+        DRIVER["main"](["--dense", "--num-tokens", "33", "--num-kv-heads", "1", *options])
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == len(set(said)) == 6
+    assert [out.shape for out, _ in outs] == [(108, 4, size) for size in (128, 128, 128, 128, 48, 48)]
+    assert all(np.isfinite(np.float32(out)).all() for out, _ in outs)
+
+
 LATENTS = [(dtype, rope) for dtype in MLA_KV_CACHE_DTYPES for rope in (64, 32)]
 
 
@@ -281,6 +301,7 @@ def test_from_torch_it_runs_what_torch_calls_of_latents(
     [
         (["--latents", "--dtype", "fp8_e5m2"], "--dtype: got fp8_e5m2, expected some of float32, "),
         (["--dtype", "fp8_ds_mla", "nvfp4"], "--dtype: got fp8_ds_mla, expected some of float32, "),
+        (["--dense", "--dtype", "nvfp4"], "--dense excludes --latents and --dtype"),
         (["--latents", "--prompts"], "--latents excludes --prompts and --windows"),
     ],
 )

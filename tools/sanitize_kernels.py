@@ -21,6 +21,8 @@ write with rotation (of neighbours where slots are repeated, of halves where the
 with `--attention` those of `mla_paged_attention`, for 16 and for 64 heads, and from torch those that pack ragged
 queries. On Hopper 16 heads over quantized latents take the kernel for few rows, all else takes `wgmma`'s.
 
+`--dense` runs those of `ragged_attention` instead, over keys and values of equal and of different sizes.
+
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes. The memory is then torch's: use
 `export PYTORCH_NO_CUDA_MEMORY_CACHING=1` for separate allocations.
@@ -61,6 +63,7 @@ from kvjax import (
     gather_mla,
     mla_paged_attention,
     paged_attention,
+    ragged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
     rope_and_cache_mla,
@@ -79,6 +82,7 @@ _ATTENTION = {
     for operation, options in ((paged_attention, ()), (ragged_paged_attention, _LIMITS))
 }
 _attend_step = jax.jit(attend, static_argnames="implementation", donate_argnames=("cache", "exact_window"))
+_attend_dense = jax.jit(ragged_attention, static_argnames=("implementation", "causal", "return_lse"))
 _STATIC = "implementation", "unique_slots"
 _concat = jax.jit(concat_and_cache_mla, static_argnames=_STATIC, donate_argnames="cache")
 _rope = jax.jit(rope_and_cache_mla, static_argnames=(*_STATIC, "is_neox"), donate_argnames="cache")
@@ -89,6 +93,9 @@ _attend_latents = jax.jit(
 
 _CHUNKS, _DECODES = (70, 35), (1, 1)
 """Query tokens of two sequences: of prompts, and of a step in which they decode."""
+
+_DENSE = [(sizes, causal) for sizes in ((192, 128), (128, 128), (64, 48)) for causal in (True, False)]
+"""Sizes of dense keys and values, and whether attention is causal."""
 
 _WINDOW = 24
 """Tokens of exact windows."""
@@ -339,6 +346,23 @@ def _run_latents_on_tensors(spec: MLAAttentionSpec, unique_slots: bool, *tensors
         out.cpu(), lse.cpu(), rows.cpu()
 
 
+def run_dense(sizes: tuple[int, int], causal: bool, num_tokens: int, num_kv_heads: int, is_from_torch: bool) -> None:
+    """Attends to the first half of dense tokens and to the second, but for the last three, which no sequence has."""
+    rng, heads = np.random.default_rng(0), (4 * num_kv_heads, num_kv_heads, num_kv_heads)
+    counts = sum(_CHUNKS) + 3, num_tokens, num_tokens
+    shapes = zip(counts, heads, (sizes[0], *sizes), strict=True)
+    bounds = _bounds(_CHUNKS), np.int32([0, num_tokens // 2, max(num_tokens - 3, num_tokens // 2)])
+    arrays = [*(_normal(rng, *shape) for shape in shapes), *map(jnp.asarray, bounds)]
+    if not is_from_torch:
+        jax.block_until_ready(_attend_dense(*arrays, causal=causal, return_lse=True, implementation="mosaic"))
+        return
+    import kvjax_torch
+
+    with _in_torch(*jax.block_until_ready(arrays)) as tensors:
+        out, lse = kvjax_torch.ragged_attention(*tensors, causal=causal, return_lse=True)
+        out.cpu(), lse.cpu()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -347,6 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     choices = list(dict.fromkeys([*every, *latent]))
     parser.add_argument("--dtype", choices=choices, nargs="*", help="KV cache dtypes; default: all")
     parser.add_argument("--latents", action="store_true", help="run the kernels of latents (MLA) instead")
+    parser.add_argument("--dense", action="store_true", help="run the kernels over dense keys and values instead")
     parser.add_argument(
         "--num-tokens",
         type=int,
@@ -364,6 +389,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.latents and (args.prompts or args.windows):
         parser.error("--latents excludes --prompts and --windows")
+    if args.dense:
+        if args.latents or args.dtype:
+            parser.error("--dense excludes --latents and --dtype")
+        for (sizes, causal), num_tokens in itertools.product(_DENSE, args.num_tokens):
+            run_dense(sizes, causal, num_tokens, args.num_kv_heads, args.from_torch)
+            print(f"attended to {num_tokens} keys of {sizes[0]} and values of {sizes[1]}, {causal=}", flush=True)
+        return
     served = latent if args.latents else every
     if unserved := set(args.dtype or ()).difference(served):
         parser.error(f"--dtype: got {', '.join(sorted(unserved))}, expected some of {', '.join(served)}")

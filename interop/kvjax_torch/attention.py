@@ -30,7 +30,7 @@ class AttentionOptions(TypedDict, total=False):
     out: torch.Tensor | None
 
 
-class RaggedAttentionOptions(TypedDict, total=False):
+class DenseAttentionOptions(TypedDict, total=False):
     """Likewise of `ragged_attention`."""
 
     causal: bool
@@ -271,7 +271,7 @@ def ragged_attention(
     cu_kv_lens: torch.Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[RaggedAttentionOptions],
+    **options: Unpack[DenseAttentionOptions],
 ) -> torch.Tensor: ...
 
 
@@ -284,7 +284,7 @@ def ragged_attention(
     cu_kv_lens: torch.Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[RaggedAttentionOptions],
+    **options: Unpack[DenseAttentionOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
