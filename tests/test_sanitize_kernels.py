@@ -104,6 +104,97 @@ def test_it_attends_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
+PROMPT_CALLS = {"bfloat16": (False, False), "fp8_e4m3": (False, True) * 2, "nvfp4": (False, True) * 2}
+"""Of a storage dtype, whether each call of prompts has products in fp8."""
+
+
+@pytest.mark.parametrize("dtype", PROMPT_CALLS)
+def test_prompts_have_products_in_fp8_where_these_serve_the_dtype(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """From JAX, whose kernels take minutes to be interpreted and are not run, and from torch, on the CPU."""
+    kvjax_torch = pytest.importorskip("kvjax_torch")
+    attend, from_jax, from_torch = kvjax_torch.ragged_paged_attention, [], []
+
+    def in_jax(*args: object, **options: object) -> None:
+        assert options["implementation"] == "mosaic"
+        from_jax.append((args[-1].tolist(), options.get("query_quantization", False)))
+
+    def in_torch(*args: object, **options: object) -> object:
+        from_torch.append((args[5].tolist(), options.get("query_quantization", False)))
+        out, lse = attend(*args, **options)
+        assert out.isfinite().all()
+        return out, lse
+
+    monkeypatch.setattr(kvjax_torch, "ragged_paged_attention", in_torch)
+    for name in ("_write", "_gather"):
+        monkeypatch.setitem(DRIVER["run"].__globals__, name, lambda *_, **__: None)
+    monkeypatch.setitem(DRIVER["_ATTENTION"], "ragged_paged_attention", in_jax)
+    arguments = ["--prompts", "--num-tokens", "130", "--num-kv-heads", "1", "--dtype", dtype, "--layouts", "NHD"]
+    DRIVER["main"](arguments)
+    DRIVER["main"]([*arguments, "--from-torch"])
+    num_kinds = len([spec for spec, _ in DRIVER["kinds"]([KVCacheDType(dtype)], 1, 128) if spec.layout.value == "NHD"])
+    assert from_jax == from_torch == [([0, 70, 105], in_fp8) for in_fp8 in PROMPT_CALLS[dtype]] * 2 * num_kinds
+
+
+def test_steps_with_an_exact_window_write_its_ring(monkeypatch: pytest.MonkeyPatch):
+    """A step of prompts, which is attended to over a copy, and one of sequences that decode."""
+    kvjax_torch = pytest.importorskip("kvjax_torch")
+    attend, steps = kvjax_torch.exact_window_attention, []
+
+    def watched(*args: object, **options: object) -> object:
+        window = args[8]
+        before = window.key_cache.clone()
+        out = attend(*args, **options)
+        assert out.isfinite().all()
+        steps.append((args[7].tolist(), bool((window.key_cache != before).any())))
+        return out
+
+    monkeypatch.setattr(kvjax_torch, "exact_window_attention", watched)
+    arguments = ["--windows", "--num-tokens", "130", "--num-kv-heads", "1", "--dtype", "fp8_e5m2", "--layouts", "NHD"]
+    DRIVER["main"]([*arguments, "--from-torch"])
+    assert steps == [([0, 70, 105], True), ([0, 1, 2], True)] * 2 * 2  # kinds of scales, and of slots
+
+
+def test_in_jax_steps_with_an_exact_window_are_those_of_a_cache_that_is_written(monkeypatch: pytest.MonkeyPatch):
+    """In XLA: interpreted kernels take minutes."""
+    run, outs = DRIVER["run"].__globals__, []
+
+    def in_xla(name: str) -> None:
+        operation = run[name]
+
+        def watched(*args: object, **options: object) -> object:
+            outs.append(operation(*args, **options | {"implementation": "xla"}))
+            return outs[-1]
+
+        monkeypatch.setitem(run, name, watched)
+
+    for name in ("_write", "_gather", "_attend_step"):
+        in_xla(name)
+    DRIVER["main"](["--windows", "--num-tokens", "20", "--num-kv-heads", "1", "--dtype", "nvfp4", "--layouts", "HND"])
+    steps = [out[0] for out in outs if isinstance(out, tuple) and len(out) == 3]
+    assert [len(step) for step in steps] == [32 + 19, 2] * 2 * 2  # orders of scales, and kinds of slots
+    assert all(np.isfinite(np.float32(step)).all() for step in steps)
+
+
+def test_dense_keys_and_values_are_attended_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Rows of no sequence too; from JAX in XLA, as interpreted kernels take minutes."""
+    pytest.importorskip("kvjax_torch")
+    run, outs = DRIVER["run_dense"].__globals__, []
+    attend = run["_attend_dense"]
+
+    def in_xla(*args: object, **options: object) -> object:
+        assert options["implementation"] == "mosaic"
+        outs.append(attend(*args, **options | {"implementation": "xla"}))
+        return outs[-1]
+
+    monkeypatch.setitem(run, "_attend_dense", in_xla)
+    for options in ([], ["--from-torch"]):
+        DRIVER["main"](["--dense", "--num-tokens", "33", "--num-kv-heads", "1", *options])
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == len(set(said)) == 6
+    assert [out.shape for out, _ in outs] == [(108, 4, size) for size in (128, 128, 128, 128, 48, 48)]
+    assert all(np.isfinite(np.float32(out)).all() for out, _ in outs)
+
+
 LATENTS = [(dtype, rope) for dtype in MLA_KV_CACHE_DTYPES for rope in (64, 32)]
 
 
@@ -210,7 +301,8 @@ def test_from_torch_it_runs_what_torch_calls_of_latents(
     [
         (["--latents", "--dtype", "fp8_e5m2"], "--dtype: got fp8_e5m2, expected some of float32, "),
         (["--dtype", "fp8_ds_mla", "nvfp4"], "--dtype: got fp8_ds_mla, expected some of float32, "),
-        (["--latents", "--prompts"], "--prompts excludes --from-torch and --latents"),
+        (["--dense", "--dtype", "nvfp4"], "--dense excludes --latents and --dtype"),
+        (["--latents", "--prompts"], "--latents excludes --prompts and --windows"),
     ],
 )
 def test_arguments_that_exclude_each_other(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

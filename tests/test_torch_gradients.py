@@ -42,6 +42,11 @@ def ragged() -> dict[str, Any]:
     return attention() | {"cu_q_lens": torch.arange(3)}
 
 
+def dense() -> dict[str, Any]:
+    rows = {"query": torch.ones(2, 4, 16), "key": torch.ones(3, 2, 16), "value": torch.ones(3, 2, 8)}
+    return rows | {"cu_q_lens": torch.tensor([0, 2]), "cu_kv_lens": torch.tensor([0, 3])}
+
+
 def merge() -> dict[str, Any]:
     return {"outs": torch.ones(2, 3, 4, 16), "lses": torch.ones(2, 3, 4)}
 
@@ -85,6 +90,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "gather_kv": read,
     "paged_attention": attention,
     "ragged_paged_attention": ragged,
+    "ragged_attention": dense,
     "merge_attention_states": merge,
     "concat_and_cache_mla": write_latents,
     "concat_and_cache_mla_rope_fused": rotate_latents,

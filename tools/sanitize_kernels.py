@@ -12,13 +12,16 @@ root of the source tree, with a Python whose jax sees the GPU:
 That allocator makes a separate allocation for each array. By default arrays share one, and memcheck misses accesses
 past the end of an array. For meaningful times, use `--num-tokens 65536 --num-kv-heads 8`.
 
-`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts, `--prompts` the prompt
-kernel; `--layouts` leaves out others.
+`--attention` also runs the kernels of `paged_attention`, on whole sequences and on parts; `--prompts` those of prompts,
+with products in fp8 too where these serve the dtype; `--windows` a step of prompts and one of sequences that decode,
+with an exact window whose ring they write. `--layouts` leaves out others.
 
 `--latents` runs the kernels of latents (MLA) instead: of every dtype, with 64 and with 32 rope elements, the write, the
 write with rotation (of neighbours where slots are repeated, of halves where they are unique) and the gather of ranges;
 with `--attention` those of `mla_paged_attention`, for 16 and for 64 heads, and from torch those that pack ragged
 queries. On Hopper 16 heads over quantized latents take the kernel for few rows, all else takes `wgmma`'s.
+
+`--dense` runs those of `ragged_attention` instead, over keys and values of equal and of different sizes.
 
 `--from-torch` launches the kernels from torch instead, as `kvjax_torch` compiles them for any number of tokens, on
 tensors that start between multiples of 256 bytes. The memory is then torch's: use
@@ -29,11 +32,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,32 +50,39 @@ from kvjax import (
     MLA_KV_CACHE_DTYPES,
     STORED_KV_CACHE_DTYPES,
     CacheLayout,
+    ExactWindow,
     FullAttentionSpec,
     KVCache,
     KVCacheDType,
     MLAAttentionSpec,
+    StepMetadata,
     VScaleLayout,
+    attend,
     concat_and_cache_mla,
     gather_kv,
     gather_mla,
     mla_paged_attention,
     paged_attention,
+    ragged_attention,
     ragged_paged_attention,
     reshape_and_cache_flash,
     rope_and_cache_mla,
 )
 from kvjax.kernels import codecs
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import Query, route, why_no_query_quantization
 
 if TYPE_CHECKING:
     import torch
 
 _write = jax.jit(reshape_and_cache_flash, static_argnames=("implementation", "unique_slots"), donate_argnames="cache")
 _gather = jax.jit(gather_kv, static_argnames="implementation")
-_attend = jax.jit(paged_attention, static_argnames=("implementation", "sliding_window", "return_lse"))
-_attend_ragged = jax.jit(
-    ragged_paged_attention, static_argnames=("implementation", "sliding_window", "max_q_len", "max_prompts")
-)
+_LIMITS = "max_q_len", "max_prompts", "query_quantization"
+_ATTENTION = {
+    operation.__name__: jax.jit(operation, static_argnames=("implementation", "sliding_window", "return_lse", *options))
+    for operation, options in ((paged_attention, ()), (ragged_paged_attention, _LIMITS))
+}
+_attend_step = jax.jit(attend, static_argnames="implementation", donate_argnames=("cache", "exact_window"))
+_attend_dense = jax.jit(ragged_attention, static_argnames=("implementation", "causal", "return_lse"))
 _STATIC = "implementation", "unique_slots"
 _concat = jax.jit(concat_and_cache_mla, static_argnames=_STATIC, donate_argnames="cache")
 _rope = jax.jit(rope_and_cache_mla, static_argnames=(*_STATIC, "is_neox"), donate_argnames="cache")
@@ -79,6 +90,15 @@ _gather_ranges = jax.jit(gather_mla, static_argnames=("implementation", "num_tok
 _attend_latents = jax.jit(
     mla_paged_attention, static_argnames=("implementation", "sliding_window", "return_lse", "sm_scale")
 )
+
+_CHUNKS, _DECODES = (70, 35), (1, 1)
+"""Query tokens of two sequences: of prompts, and of a step in which they decode."""
+
+_DENSE = [(sizes, causal) for sizes in ((192, 128), (128, 128), (64, 48)) for causal in (True, False)]
+"""Sizes of dense keys and values, and whether attention is causal."""
+
+_WINDOW = 24
+"""Tokens of exact windows."""
 
 _OFFSET, _POISON = 16, 0xAB
 """Offset in bytes of tensors from a multiple of 256, and the fill byte before them."""
@@ -104,14 +124,64 @@ def latent_kinds(dtypes: Sequence[KVCacheDType]) -> Iterator[MLAAttentionSpec]:
         yield MLAAttentionSpec(16, 512, rope, dtype=dtype)
 
 
-def run(
-    spec: FullAttentionSpec,
-    scale_shape: tuple[int, ...],
-    num_tokens: int,
-    is_from_torch: bool,
-    attends: bool = False,
-    has_prompts: bool = False,
-) -> None:
+def attention_calls(
+    spec: FullAttentionSpec, attends: bool, has_prompts: bool
+) -> Iterator[tuple[str, tuple[int, ...], dict[str, object]]]:
+    """Yields calls of attention: the operation, its query tokens of two sequences, and its options."""
+    asked = Query(np.dtype(jnp.bfloat16))
+    for window in (None, 20):
+        if attends:
+            yield "paged_attention", (2, 2), {"sliding_window": window, "return_lse": True}
+        if has_prompts:
+            options = {"sliding_window": window, "max_q_len": max(_CHUNKS), "max_prompts": 2, "return_lse": True}
+            yield "ragged_paged_attention", _CHUNKS, options
+            if why_no_query_quantization(spec, asked) is None:
+                yield "ragged_paged_attention", _CHUNKS, options | {"query_quantization": True}
+
+
+class Batch(NamedTuple):
+    """Two sequences in a cache's blocks, one of them in the opposite order, and what kernels are called with.
+
+    Attributes:
+      table: their blocks.
+      lengths: their tokens.
+      calls: calls of attention, with their queries and the bounds of the sequences' rows, None where all have as many.
+      steps: of exact windows, the query, keys, values and the bounds of each step.
+    """
+
+    table: np.ndarray
+    lengths: np.ndarray
+    calls: list[tuple[str, jax.Array, np.ndarray | None, dict[str, object]]]
+    steps: list[tuple[jax.Array, jax.Array, jax.Array, np.ndarray]]
+
+
+def _batch(rng: np.random.Generator, spec: FullAttentionSpec, num_blocks: int, args: argparse.Namespace) -> Batch:
+    table, num_slots = np.arange(num_blocks, dtype=np.int32), num_blocks * spec.block_size
+    batch = Batch(np.stack([table, table[::-1]]), np.int32([num_slots, num_slots // 2 + 3]), [], [])
+    if route(spec, Query(np.dtype(jnp.bfloat16)), None).why_no_decode_kernel is not None:
+        return batch
+    heads = 4 * spec.num_kv_heads, spec.num_kv_heads, spec.num_kv_heads
+    for name, q_lens, options in attention_calls(spec, args.attention, args.prompts):
+        is_ragged = name == "ragged_paged_attention"
+        rows = (sum(q_lens),) if is_ragged else (len(q_lens), q_lens[0])
+        query = _normal(rng, *rows, heads[0], spec.head_size)
+        batch.calls.append((name, query, _bounds(q_lens) if is_ragged else None, options))
+    for q_lens in (_CHUNKS, _DECODES) if args.windows else ():
+        bounds = _bounds(np.minimum(q_lens, batch.lengths))
+        query, key, value = (_normal(rng, bounds[-1], number, spec.head_size) for number in heads)
+        batch.steps.append((query, key, value, bounds))
+    return batch
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+
+def _bounds(q_lens: Sequence[int]) -> np.ndarray:
+    return np.cumsum([0, *q_lens], dtype=np.int32)
+
+
+def run(spec: FullAttentionSpec, scale_shape: tuple[int, ...], num_tokens: int, args: argparse.Namespace) -> None:
     """Writes a whole cache, except tokens without a slot or with another's, and reads all of it.
 
     Then repeats it with unique slots, some of them invalid, and the promise that they are unique.
@@ -119,34 +189,29 @@ def run(
     rng = np.random.default_rng(0)
     num_blocks = -(-num_tokens // spec.block_size)
     slots, unique_slots = _slots(rng, num_tokens, num_blocks * spec.block_size)
-    shape = num_tokens, spec.num_kv_heads, spec.head_size
-    key, value = (jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for _ in range(2))
+    key, value = (_normal(rng, num_tokens, spec.num_kv_heads, spec.head_size) for _ in range(2))
     scales = {name: jnp.full(scale_shape, 0.02, jnp.float32) for name in ("k_scale", "v_scale")}
-    table = np.arange(num_blocks, dtype=np.int32)[None]
-    lengths = np.array([num_blocks * spec.block_size], np.int32)
-    query = jnp.asarray(rng.standard_normal((2, 2, 4 * spec.num_kv_heads, spec.head_size), np.float32), jnp.bfloat16)
-    chunks = jnp.asarray(rng.standard_normal((105, *query.shape[2:]), np.float32), jnp.bfloat16)
-    sequences = np.concatenate([table, table[:, ::-1]]), np.array([lengths[0], lengths[0] // 2 + 3], np.int32)
-    is_served = route(spec, Query(query.dtype), None).why_no_decode_kernel is None
-    attends, has_prompts = attends and is_served, has_prompts and is_served
+    batch = _batch(rng, spec, num_blocks, args)
     for slot_mapping, is_unique in ((slots, False), (unique_slots, True)):
         cache = KVCache.allocate(spec, num_blocks)
-        if is_from_torch:
-            arrays = key, value, cache.kv, *map(jnp.asarray, (slot_mapping, table, lengths)), *scales.values()
-            attention = (query, *map(jnp.asarray, sequences)) if attends else ()
-            _run_from_torch(spec, is_unique, *jax.block_until_ready((*arrays, *attention)))
+        if args.from_torch:
+            _run_from_torch(spec, is_unique, batch, key, value, cache.kv, slot_mapping, *scales.values())
             continue
         options = {"unique_slots": is_unique, "implementation": "mosaic"}
         cache = _write(key, value, cache, slot_mapping, **scales, **options)
-        jax.block_until_ready(_gather(cache, table, lengths, **scales, implementation="mosaic"))
-        for window in (None, 20) if attends else ():
-            options = {"sliding_window": window, "implementation": "mosaic", "return_lse": True}
-            jax.block_until_ready(_attend(query, cache, *sequences, **scales, **options))
-        for window in (None, 20) if has_prompts else ():
-            options = {"sliding_window": window, "implementation": "mosaic", "max_q_len": 70, "max_prompts": 2}
+        jax.block_until_ready(_gather(cache, batch.table, batch.lengths, **scales, implementation="mosaic"))
+        for name, query, bounds, options in batch.calls:
+            sequences = batch.table, batch.lengths, *(() if bounds is None else (bounds,))
             jax.block_until_ready(
-                _attend_ragged(chunks, cache, *sequences, np.int32([0, 70, 105]), **scales, **options)
+                _ATTENTION[name](query, cache, *sequences, **scales, **options, implementation="mosaic")
             )
+        window = ExactWindow.allocate(spec, 2, _WINDOW)
+        for *rows, bounds in batch.steps:
+            step = StepMetadata(batch.table, batch.lengths, bounds, np.resize(slots, bounds[-1]), np.int32([1, 0]))
+            out, cache, window = _attend_step(
+                *rows, cache, step, exact_window=window, **scales, implementation="mosaic"
+            )
+            jax.block_until_ready(out)
 
 
 def _slots(rng: np.random.Generator, num_tokens: int, num_slots: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,32 +242,42 @@ def _in_torch(*arrays: jax.Array) -> Iterator[list[torch.Tensor]]:
         raise AssertionError("a kernel wrote before the start of a tensor")
 
 
-def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, *arrays: jax.Array) -> None:
-    with _in_torch(*arrays) as tensors:
-        _run_on_tensors(spec, unique_slots, *tensors)
+def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, batch: Batch, *given: jax.Array | np.ndarray) -> None:
+    calls = [x for _, *arrays, _ in batch.calls for x in arrays if x is not None]
+    arrays = *given, batch.table, batch.lengths, *calls, *itertools.chain(*batch.steps)
+    with _in_torch(*jax.block_until_ready([jnp.asarray(x) for x in arrays])) as tensors:
+        _run_on_tensors(spec, unique_slots, batch, iter(tensors))
 
 
-def _run_on_tensors(spec: FullAttentionSpec, unique_slots: bool, *tensors: torch.Tensor) -> None:
-    import kvjax_torch
-
-    key, value, kv, slots, table, lengths, k_scale, v_scale, *attention = tensors
-    scales = k_scale, v_scale
+def _caches(spec: FullAttentionSpec, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys and the values of a cache's array."""
     is_hnd, pages = spec.layout is CacheLayout.HND, kv.flatten(1)
     sizes = [sum(row) // kv.element_size() for row in spec.row_bytes]
     halves = pages.split([spec.block_size * spec.num_kv_heads * size for size in sizes], dim=1)
     inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
-    caches = tuple(half.unflatten(1, (*inner, size)) for half, size in zip(halves, sizes, strict=True))
-    if is_hnd:
-        caches = tuple(cache.transpose(1, 2) for cache in caches)
-    dtype, layout = spec.dtype.value, {"v_scale_layout": spec.v_scale_layout.value}
-    kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, dtype, *scales, **layout, unique_slots=unique_slots)
-    keys, values = kvjax_torch.gather_kv(*caches, table, lengths, dtype, *scales, **layout)
+    keys, values = (half.unflatten(1, (*inner, size)) for half, size in zip(halves, sizes, strict=True))
+    return (keys.transpose(1, 2), values.transpose(1, 2)) if is_hnd else (keys, values)
+
+
+def _run_on_tensors(spec: FullAttentionSpec, unique_slots: bool, batch: Batch, tensors: Iterator[torch.Tensor]) -> None:
+    import kvjax_torch
+
+    key, value, kv, slots, k_scale, v_scale, table, lengths = itertools.islice(tensors, 8)
+    caches, stored = _caches(spec, kv), (spec.dtype.value, k_scale, v_scale)
+    layout = {"v_scale_layout": spec.v_scale_layout.value}
+    kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, *stored, **layout, unique_slots=unique_slots)
+    keys, values = kvjax_torch.gather_kv(*caches, table, lengths, *stored, **layout)
     keys.cpu(), values.cpu()  # arrays are freed only after this
-    for window in (None, 20) if attention else ():
-        query, *sequences = attention
-        options = {**layout, "sliding_window": window, "return_lse": True}
-        out, lse = kvjax_torch.paged_attention(query, *caches, *sequences, dtype, *scales, **options)
+    for name, _, bounds, options in batch.calls:
+        query, sequences = next(tensors), (table, lengths, *(() if bounds is None else (next(tensors),)))
+        out, lse = getattr(kvjax_torch, name)(query, *caches, *sequences, *stored, **layout, **options)
         out.cpu(), lse.cpu()
+    heads = spec.num_kv_heads, spec.head_size
+    window = kvjax_torch.ExactWindow.allocate(2, _WINDOW, *heads, dtype=key.dtype, device=key.device)
+    for _ in batch.steps:
+        *rows, bounds = itertools.islice(tensors, 4)
+        given = *rows, *caches, table, lengths, bounds, window, lengths.new_tensor([1, 0])
+        kvjax_torch.exact_window_attention(*given, *stored, **layout).cpu()
 
 
 def run_latents(spec: MLAAttentionSpec, num_tokens: int, is_from_torch: bool, attends: bool = False) -> None:
@@ -211,9 +286,7 @@ def run_latents(spec: MLAAttentionSpec, num_tokens: int, is_from_torch: bool, at
     num_blocks = -(-num_tokens // spec.block_size)
     num_slots = num_blocks * spec.block_size
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
-
+    normal = functools.partial(_normal, rng)
     slots, unique_slots = _slots(rng, num_tokens, num_slots)
     rank, rope = spec.part_sizes
     kv_c, k_pe, q_pe = normal(num_tokens, rank), normal(num_tokens, rope), normal(num_tokens, 3, rope)
@@ -273,6 +346,23 @@ def _run_latents_on_tensors(spec: MLAAttentionSpec, unique_slots: bool, *tensors
         out.cpu(), lse.cpu(), rows.cpu()
 
 
+def run_dense(sizes: tuple[int, int], causal: bool, num_tokens: int, num_kv_heads: int, is_from_torch: bool) -> None:
+    """Attends to the first half of dense tokens and to the second, but for the last three, which no sequence has."""
+    rng, heads = np.random.default_rng(0), (4 * num_kv_heads, num_kv_heads, num_kv_heads)
+    counts = sum(_CHUNKS) + 3, num_tokens, num_tokens
+    shapes = zip(counts, heads, (sizes[0], *sizes), strict=True)
+    bounds = _bounds(_CHUNKS), np.int32([0, num_tokens // 2, max(num_tokens - 3, num_tokens // 2)])
+    arrays = [*(_normal(rng, *shape) for shape in shapes), *map(jnp.asarray, bounds)]
+    if not is_from_torch:
+        jax.block_until_ready(_attend_dense(*arrays, causal=causal, return_lse=True, implementation="mosaic"))
+        return
+    import kvjax_torch
+
+    with _in_torch(*jax.block_until_ready(arrays)) as tensors:
+        out, lse = kvjax_torch.ragged_attention(*tensors, causal=causal, return_lse=True)
+        out.cpu(), lse.cpu()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested kinds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -281,6 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     choices = list(dict.fromkeys([*every, *latent]))
     parser.add_argument("--dtype", choices=choices, nargs="*", help="KV cache dtypes; default: all")
     parser.add_argument("--latents", action="store_true", help="run the kernels of latents (MLA) instead")
+    parser.add_argument("--dense", action="store_true", help="run the kernels over dense keys and values instead")
     parser.add_argument(
         "--num-tokens",
         type=int,
@@ -291,12 +382,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--attention", action="store_true", help="also run attention")
-    parser.add_argument("--prompts", action="store_true", help="also run the prompt kernel, from JAX only")
+    parser.add_argument("--prompts", action="store_true", help="also run the prompt kernel")
+    parser.add_argument("--windows", action="store_true", help="also run steps with an exact window")
     parser.add_argument("--layouts", choices=list(CacheLayout), nargs="*", default=list(CacheLayout))
     parser.add_argument("--from-torch", action="store_true", help="launch on torch's stream")
     args = parser.parse_args(arguments)
-    if args.prompts and (args.from_torch or args.latents):
-        parser.error("--prompts excludes --from-torch and --latents")
+    if args.latents and (args.prompts or args.windows):
+        parser.error("--latents excludes --prompts and --windows")
+    if args.dense:
+        if args.latents or args.dtype:
+            parser.error("--dense excludes --latents and --dtype")
+        for (sizes, causal), num_tokens in itertools.product(_DENSE, args.num_tokens):
+            run_dense(sizes, causal, num_tokens, args.num_kv_heads, args.from_torch)
+            print(f"attended to {num_tokens} keys of {sizes[0]} and values of {sizes[1]}, {causal=}", flush=True)
+        return
     served = latent if args.latents else every
     if unserved := set(args.dtype or ()).difference(served):
         parser.error(f"--dtype: got {', '.join(sorted(unserved))}, expected some of {', '.join(served)}")
@@ -309,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if spec.layout not in args.layouts:
             continue
         for num_tokens in args.num_tokens:
-            run(spec, scale_shape, num_tokens, args.from_torch, args.attention, args.prompts)
+            run(spec, scale_shape, num_tokens, args)
         scales = "scale per head" if scale_shape else "scale"
         print(f"wrote and gathered {spec.dtype.value} {spec.layout} {spec.v_scale_layout}, one {scales}", flush=True)
 

@@ -2,6 +2,7 @@
 
 from kvjax_torch.attention import merge_attention_states as merge_attention_states
 from kvjax_torch.attention import paged_attention as paged_attention
+from kvjax_torch.attention import ragged_attention as ragged_attention
 from kvjax_torch.attention import ragged_paged_attention as ragged_paged_attention
 from kvjax_torch.exact_window import ExactWindow as ExactWindow
 from kvjax_torch.exact_window import fill_exact_window as fill_exact_window

@@ -1,4 +1,4 @@
-"""Attention on torch tensors: over the pages of sequences, and merges of what it returns."""
+"""Attention on torch tensors: over pages, over dense keys and values, and merges of what these return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 
 from kvjax import KVCacheDType
-from kvjax.ops.options import as_bool, as_limits
+from kvjax.ops.options import as_bool, as_float, as_limits
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.attention import checked_softmax
 from kvjax_torch.arguments.checks import check_tensors
@@ -27,6 +27,14 @@ class AttentionOptions(TypedDict, total=False):
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
     batch_invariant: bool
+    out: torch.Tensor | None
+
+
+class DenseAttentionOptions(TypedDict, total=False):
+    """Likewise of `ragged_attention`."""
+
+    causal: bool
+    sm_scale: float | None
     out: torch.Tensor | None
 
 
@@ -252,6 +260,87 @@ def ragged_paged_attention(
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, limits, out, return_lse)
+
+
+@overload
+def ragged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DenseAttentionOptions],
+) -> torch.Tensor: ...
+
+
+@overload
+def ragged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DenseAttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def ragged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    cu_kv_lens: torch.Tensor,
+    *,
+    causal: bool = True,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences over dense keys and values, without a cache, as `kvjax.ragged_attention` defines it.
+
+    Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]` of the query, and the rows
+    `cu_kv_lens[i]:cu_kv_lens[i + 1]` of keys and values: parts of a prompt over latents (MLA), which
+    `merge_attention_states` joins. `torch.ops.kvjax.ragged_attention` is the same operation, and always returns both
+    results; `ragged_attention_out` takes `out` first and returns the log-sum-exp. None has a gradient.
+
+    On Hopper the prompt kernel serves float16 and bfloat16, head sizes that are multiples of 16 up to 256, and a
+    positive `sm_scale`, after a kernel that copies keys and values to tiles. The host does not wait, and the first call
+    of a kind compiles for any lengths. torch serves other calls of CUDA tensors, one sequence after the other: the host
+    waits for both bounds.
+
+    Args:
+      query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. `num_heads` is a
+        multiple of `num_kv_heads`; neighbouring query heads share a KV head.
+      key: `[num_kv_tokens, num_kv_heads, head_size]`, of the query's dtype, with any strides. The kernel takes what
+        lies at other than multiples of 16 bytes, or whose tokens interleave, as a copy.
+      value: `[num_kv_tokens, num_kv_heads, head_size_v]`, likewise: also a slice of a projection.
+      cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, then not decreasing. Rows from `cu_q_lens[-1]` on belong to
+        no sequence, and see no token.
+      cu_kv_lens: int32 or int64 `[num_seqs + 1]`, likewise. Tokens from `cu_kv_lens[-1]` on may hold anything.
+      causal: whether a sequence's rows are its last tokens and see none after their own; without, each sees all.
+      sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
+      return_lse: whether to return the log-sum-exp too.
+      out: memory for the first result: contiguous, of its shape and dtype, apart from every other argument's. It is
+        returned.
+
+    Returns:
+      `[num_tokens, num_heads, head_size_v]` of the query's dtype. With `return_lse` also the natural logarithm of each
+      softmax's denominator: float32 `[num_tokens, num_heads]`. A row that sees nothing is 0, with -inf.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, device or number; the message names it.
+      UnsupportedError: an array of 2**31 elements or more, on a GPU; or a call that torch would serve there, while a
+        CUDA graph is captured.
+    """
+    tensors = {"query": query, "key": key, "value": value, "cu_q_lens": cu_q_lens, "cu_kv_lens": cu_kv_lens}
+    check_tensors(**tensors, **({} if out is None else {"out": out}))
+    options = {"causal": as_bool("causal", causal), "sm_scale": as_float("sm_scale", sm_scale)}
+    operation = torch.ops.kvjax.ragged_attention, torch.ops.kvjax.ragged_attention_out
+    return call_operation(operation, tuple(tensors.values()), options, out, return_lse)
 
 
 def _attend(

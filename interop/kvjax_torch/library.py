@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from kvjax import KVCacheDType, KVCacheTypeError
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_same_device, refuse_gradient
+from kvjax_torch.arguments.dense import dense_plan
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
 from kvjax_torch.arguments.latents import (
     GatheredRows,
@@ -27,6 +28,7 @@ from kvjax_torch.arguments.latents import (
     latent_write_plan,
 )
 from kvjax_torch.arguments.plan import (
+    DenseTensors,
     Encoding,
     LatentQuery,
     Limits,
@@ -37,8 +39,9 @@ from kvjax_torch.arguments.plan import (
 )
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.writes import rope_plan, write_plan
-from kvjax_torch.cuda import latents, ragged, reads, writes
+from kvjax_torch.cuda import dense_prompts, latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
+from kvjax_torch.eager import ragged as eager_ragged
 from kvjax_torch.eager.rotation import rotate
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
@@ -102,7 +105,7 @@ def _attend(
     tensors, options = ReadTensors._make((*pages, k_scale, v_scale)), SoftmaxOptions(**softmax)
     plan = attention_plan(query, tensors, Encoding(kv_cache_dtype, v_scale_layout), options)
     if out is not None:
-        check_out(out, query, plan, **tensors._asdict(), sinks=options.sinks)
+        check_out(out, query, plan.cache.spec, **tensors._asdict(), sinks=options.sinks)
     rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (query, out))
     results = (reads if query.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
     return results[0].view(*query.shape[:-1], results[0].shape[-1]), results[1].view(query.shape[:-1])
@@ -121,9 +124,20 @@ def _attend_ragged(
     limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
     plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits, in_fp8)
     if out is not None:
-        check_out(out, query, plan.attention, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
+        check_out(out, query, plan.attention.cache.spec, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
     serve = ragged.attend if query.is_cuda else host.attend_ragged
     return serve(plan, query, tensors, cu_q_lens, softmax.sinks, out)
+
+
+def _attend_to_dense(
+    *given: torch.Tensor, causal: bool = True, sm_scale: float | None = None, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = DenseTensors._make(given)
+    plan = dense_plan(tensors, causal, sm_scale)
+    if out is not None:
+        inputs = tensors._asdict()
+        check_out(out, inputs.pop("query"), plan.spec, **inputs)
+    return (dense_prompts if tensors.query.is_cuda else eager_ragged).attend(plan, tensors, out)
 
 
 def _write_latents(*given: Any, unique_slots: bool = False) -> None:
@@ -294,6 +308,15 @@ def _attended_to_latents_into(q_nope: torch.Tensor, **_: Any) -> torch.Tensor:
     return q_nope.new_empty(q_nope.shape[:-1], dtype=torch.float32)
 
 
+def _attended_to_dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_q_lens: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialized results of attention over dense keys and values."""
+    check_same_device("query", query, {"key": key, "value": value, "cu_q_lens": cu_q_lens})
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
 def _merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialized results of a merge."""
     merge.check(outs, lses)
@@ -338,9 +361,10 @@ def _register_attention(
     arguments: str,
     kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     results: tuple[Callable[..., Any], Callable[..., Any]] = (_attended, _attended_into),
+    what: str = "attention over a cache",
 ) -> None:
     """Registers attention, and that which stores its results in a given tensor."""
-    what, (both, lse) = "attention over a cache", results
+    both, lse = results
     _register(name, arguments, _BOTH, kernel, what, both)
     _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, lse)
 
@@ -360,6 +384,14 @@ _register_attention(
     "ragged_paged_attention",
     f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}, bool query_quantization=False",
     _attend_ragged,
+)
+_register_attention(
+    "ragged_attention",
+    "Tensor query, Tensor key, Tensor value, Tensor cu_q_lens, Tensor cu_kv_lens, *, bool causal=True,"
+    " float? sm_scale=None",
+    _attend_to_dense,
+    (_attended_to_dense, _attended_into),
+    "attention",
 )
 _register("merge_attention_states", "Tensor[] outs, Tensor[] lses", _BOTH, merge.merge, "a merge of states", _merged)
 

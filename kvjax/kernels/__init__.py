@@ -25,6 +25,7 @@ from kvjax.kernels.launchable import packed as packed
 from kvjax.kernels.launchable import why_not_elements as why_not_elements
 from kvjax.kernels.mla.any_batch import any_batch as mla_kernels
 from kvjax.kernels.mla.tiles import operand_dtypes as mla_operand_dtypes
+from kvjax.kernels.prompts import ALIGNMENT as PROMPT_ALIGNMENT
 from kvjax.kernels.prompts import ROWS as PROMPT_ROWS
 from kvjax.kernels.prompts import TOKENS as PROMPT_TOKENS
 from kvjax.kernels.prompts.any_fp8 import any_fp8_gather as prompt_fp8_gather_kernel
@@ -33,10 +34,16 @@ from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
 from kvjax.kernels.prompts.any_prompts import any_gather as prompt_gather_kernel
 from kvjax.kernels.prompts.any_prompts import any_prompts as prompt_kernel
 from kvjax.kernels.prompts.any_prompts import splits as prompt_splits
-from kvjax.kernels.prompts.operands import FIELDS as PROMPT_FIELDS
+from kvjax.kernels.prompts.any_ragged import TILE_TOKENS as TILE_TOKENS
+from kvjax.kernels.prompts.any_ragged import HeadRows as HeadRows
+from kvjax.kernels.prompts.any_ragged import RaggedKind as RaggedKind
+from kvjax.kernels.prompts.any_ragged import any_ragged as ragged_kernel
+from kvjax.kernels.prompts.any_ragged import any_tiles as tiles_kernel
 from kvjax.kernels.prompts.schedule import StepKind as StepKind
 from kvjax.kernels.prompts.schedule import any_schedule as step_schedule_kernel
 from kvjax.kernels.prompts.schedule import num_programs as step_schedule_programs
+from kvjax.kernels.prompts.tiled import FIELDS as PROMPT_FIELDS
+from kvjax.kernels.prompts.tiled import RAGGED_FIELDS as RAGGED_FIELDS
 from kvjax.kernels.prompts.transfer import Units as Units
 from kvjax.kernels.prompts.transfer import any_placement as placement_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
@@ -52,16 +59,21 @@ from kvjax.pages import PageRegion as PageRegion
 __all__ = [
     "ATTENTION_BATCHES",
     "MAX_VECTOR_BYTES",
+    "PROMPT_ALIGNMENT",
     "PROMPT_FIELDS",
     "PROMPT_ROWS",
     "PROMPT_TOKENS",
+    "RAGGED_FIELDS",
     "SEARCHED",
+    "TILE_TOKENS",
     "AnyBatch",
     "AnyCount",
     "BatchKind",
+    "HeadRows",
     "PageMemory",
     "PageRegion",
     "PromptKind",
+    "RaggedKind",
     "RotatedMemory",
     "Rotation",
     "RowMemory",
@@ -82,10 +94,12 @@ __all__ = [
     "prompt_kernel",
     "prompt_splits",
     "prompt_units_kernel",
+    "ragged_kernel",
     "row_gather_kernel",
     "row_places_kernel",
     "step_schedule_kernel",
     "step_schedule_programs",
+    "tiles_kernel",
     "why_not_elements",
     "write_kernel",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvjax
-from kvjax import KVCacheTypeError, KVCacheValueError
+from kvjax import AttentionSpec, KVCacheTypeError, KVCacheValueError
 from kvjax.ops import options
 from kvjax.ops.route import Query, check_query_quantization
 from kvjax_torch.arguments.caches import share_memory
@@ -145,12 +145,12 @@ def ragged_plan(
     return RaggedPlan(plan, served.max_q_len, served.max_prompts, in_fp8)
 
 
-def check_out(out: torch.Tensor, query: torch.Tensor, plan: AttentionPlan, **inputs: torch.Tensor | None) -> None:
+def check_out(out: torch.Tensor, query: torch.Tensor, spec: AttentionSpec, **inputs: torch.Tensor | None) -> None:
     """Raises unless `out` can take the results of a call in place, without changing its `query` or other `inputs`."""
-    shape = (*query.shape[:-1], plan.cache.spec.head_size_v)
+    shape = (*query.shape[:-1], spec.head_size_v)
     check_devices(query, out=out)
-    if out.dtype is not plan.dtype:
-        raise KVCacheTypeError(f"out: got dtype {out.dtype}, expected {plan.dtype} as query")
+    if out.dtype is not query.dtype:
+        raise KVCacheTypeError(f"out: got dtype {out.dtype}, expected {query.dtype} as query")
     if out.shape != shape:
         raise KVCacheValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if not out.is_contiguous():

@@ -235,7 +235,7 @@ def check_latent_out(
     out: torch.Tensor, query: LatentQuery, plan: AttentionPlan, pages: LatentPages, **inputs: torch.Tensor
 ) -> None:
     """Raises unless `out` can take the results of a call in place, without changing what it reads."""
-    check_out(out, query.nope, plan, q_pe=query.pe, kv_cache=pages.kv_cache, scale=pages.scale, **inputs)
+    check_out(out, query.nope, plan.cache.spec, q_pe=query.pe, kv_cache=pages.kv_cache, scale=pages.scale, **inputs)
 
 
 def _plan_of_query(

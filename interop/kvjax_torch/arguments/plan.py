@@ -309,3 +309,33 @@ class RaggedPlan:
     max_q_len: int
     max_prompts: int
     query_quantization: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePlan:
+    """One kind of `ragged_attention` call.
+
+    Attributes:
+      spec: heads of keys and values and their sizes; blocks do not matter.
+      dtype: element type of the query, of keys, of values and of the result.
+      num_heads: heads of the query.
+      sm_scale: factor on the logits.
+      causal: whether rows see only tokens that are not after their own.
+    """
+
+    spec: kvjax.AttentionSpec
+    dtype: torch.dtype
+    num_heads: int
+    sm_scale: float
+    causal: bool
+    logits_soft_cap: None = None
+
+
+class DenseTensors(NamedTuple):
+    """The tensors of a `ragged_attention` call, as there."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_q_lens: torch.Tensor
+    cu_kv_lens: torch.Tensor

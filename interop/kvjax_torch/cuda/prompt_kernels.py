@@ -21,7 +21,7 @@ from kvjax_torch.cuda.ragged_step import RaggedStep, Schedule
 from kvjax_torch.eager import merge
 from kvjax_torch.launch import running
 
-_ROW_ALIGNMENT = 4
+ROW_ALIGNMENT = 4
 """Bytes of a query's elements that a thread loads, and of those of a result that it stores, at once."""
 
 
@@ -118,7 +118,7 @@ def attend(
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse
     spec, num_rows = attention.cache.spec, step.query.shape[0]
     at_once, num_lots, num_tokens, splits, num_units = lots
-    is_aligned = out.data_ptr() % _ROW_ALIGNMENT == 0
+    is_aligned = out.data_ptr() % ROW_ALIGNMENT == 0
     results = (out if is_aligned else torch.empty_like(out).copy_(out)), lse
     if splits > 1:
         results = (
@@ -181,7 +181,7 @@ def _kernels(
     spec, target = plan.cache.spec, choosing.target_of(device)
     kind = kernels.PromptKind(
         spec,
-        kernels.RowMemory(numpy_dtype(plan.dtype), token_stride, _ROW_ALIGNMENT),
+        kernels.RowMemory(numpy_dtype(plan.dtype), token_stride, ROW_ALIGNMENT),
         plan.num_heads,
         plan.scale_sizes,
         plan.sm_scale,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan
+from kvjax_torch.arguments.plan import AttentionPlan, DensePlan, GatherPlan
 from kvjax_torch.eager import fp8
 
 MARGIN = 2.0**-28
@@ -71,15 +71,40 @@ def attend(
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
     """
     keys, values, block_table, seq_lens, num_blocks = tokens
-    num_seqs, q_len, num_heads, _ = query.shape
-    num_kv_heads, max_len = keys.shape[1:3]
-    device, group = query.device, num_heads // num_kv_heads
+    q_len, max_len, device = query.shape[1], keys.shape[2], query.device
     last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
     age = last[:, :, None] - torch.arange(max_len, device=device)
     of_block = is_block(block_table, num_blocks).repeat_interleave(plan.cache.spec.block_size, dim=1)
     seen = (age >= 0) & of_block[:, None]
     if plan.window is not None:
         seen &= age < plan.window
+    attended, lse = attend_seen(plan, query, SeenTokens(keys, values, seen), sinks, in_fp8)
+    if out is None:
+        out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
+    return out, lse
+
+
+class SeenTokens(NamedTuple):
+    """Keys and values as in `DenseTokens`, and which rows see them: bool `[num_seqs, q_len, max_len]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    seen: torch.Tensor
+
+
+def attend_seen(
+    plan: AttentionPlan | DensePlan,
+    query: torch.Tensor,
+    tokens: SeenTokens,
+    sinks: torch.Tensor | None = None,
+    in_fp8: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each row to the tokens that it sees; arguments and results as in `attend`, in float32."""
+    keys, values, seen = tokens
+    num_seqs, q_len, num_heads, _ = query.shape
+    num_kv_heads, max_len = keys.shape[1:3]
+    group = num_heads // num_kv_heads
     # Values that no row sees may be NaN, and 0 * NaN is not 0. On a GPU the host does not look whether there are any.
     is_seen = seen.any(dim=1)
     if values.is_cuda or not is_seen.all():
@@ -119,11 +144,7 @@ def attend(
     def by_token(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(1, 2).flatten(2, 3)
 
-    attended = by_token(attended)
-    if out is None:
-        out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
-    torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
-    return out, by_token(lse)[..., 0].contiguous()
+    return by_token(attended), by_token(lse)[..., 0].contiguous()
 
 
 def is_block(block_table: torch.Tensor, num_blocks: int) -> torch.Tensor:

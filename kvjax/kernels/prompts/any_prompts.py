@@ -43,9 +43,10 @@ from kvjax.kernels.page_tokens import GatherOperand, decode_tokens
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.launch import kernel_of
 from kvjax.kernels.prompts.lot import COUNTS, FOUND, NUMBERS, LotTokens, tile_arguments
-from kvjax.kernels.prompts.operands import TiledArrays
-from kvjax.kernels.prompts.problem import TOKENS, PromptProblem, choose
+from kvjax.kernels.prompts.operands import PromptArrays
+from kvjax.kernels.prompts.problem import TOKENS, PromptConfig, PromptProblem, choose
 from kvjax.kernels.prompts.rows import Scratch, run
+from kvjax.kernels.prompts.tiled import TiledArrays
 from kvjax.kernels.target import Target, tracing_for
 from kvjax.spec import AttentionSpec
 
@@ -234,19 +235,9 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
         )
         splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
-        shared = Scratch(*scratch)
-        tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
-        run(problem, dataclasses.replace(config, splits=splits), own, shared)
+        attend(problem, dataclasses.replace(config, splits=splits), own, scratch)
 
-    def kernel(body: Callable[..., None], **_: object) -> Kernel:
-        sizes = spec.head_size, spec.head_size_v, dtype
-        return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
-
-    heads = ANY_LENGTH, kind.num_heads
-    results = {
-        "out": jax.ShapeDtypeStruct((*heads, spec.head_size_v), kind.query.dtype),
-        "lse": jax.ShapeDtypeStruct(heads, jnp.float32),
-    }
+    results = result_arguments(kind.num_heads, spec.head_size_v, kind.query.dtype)
     arguments = (
         *FOUND[1:],
         kind.query.argument("query", lambda rows: rows),
@@ -254,9 +245,35 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         *([Argument("units", NUMBERS)] if any(kind.has_units) else []),
         *scales.values(),
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
-        *(Argument(name, array) for name, array in results.items()),
+        *results,
     )
     counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "splits"
     return AnyCount(
-        body, kernel, counts, arguments, writes=("header", *results), num_programs=lambda _: target.multiprocessors
+        body,
+        functools.partial(kernel_of_tiles, config, (spec.head_size, spec.head_size_v, dtype), target),
+        counts,
+        arguments,
+        writes=("header", *(argument.name for argument in results)),
+        num_programs=lambda _: target.multiprocessors,
     )
+
+
+def attend(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scratch: Sequence[Ref]) -> None:
+    """The body of a kernel of `kernel_of_tiles`."""
+    shared = Scratch(*scratch)
+    tiles.begin((shared.keys_full, shared.values_full), lax.axis_index("warpgroup"))
+    run(problem, config, arrays, shared)
+
+
+def kernel_of_tiles(
+    config: PromptConfig, sizes: tuple[int, int, DType], target: Target, body: Callable[..., None], **_: object
+) -> Kernel:
+    """The prompt kernel of a body over tiles; `sizes` are columns of keys and of values, and their dtype."""
+    return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
+
+
+def result_arguments(num_heads: int, head_size_v: int, dtype: DType) -> tuple[Argument, Argument]:
+    """Results and log-sum-exps of rows of the query."""
+    heads = ANY_LENGTH, num_heads
+    out, lse = jax.ShapeDtypeStruct((*heads, head_size_v), dtype), jax.ShapeDtypeStruct(heads, jnp.float32)
+    return Argument("out", out), Argument("lse", lse)

@@ -14,8 +14,8 @@ from kvjax.kernels.aliases import DType, Ref, Scalar
 from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number
 from kvjax.kernels.page_tokens import PageTokens
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.operands import FIELDS
 from kvjax.kernels.prompts.problem import TOKENS
+from kvjax.kernels.prompts.tiled import FIELDS
 from kvjax.spec import AttentionSpec
 
 COUNTS = ("first_prompt", "num_tokens", "max_blocks", "table_stride", "last_block")

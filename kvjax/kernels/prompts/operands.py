@@ -1,23 +1,22 @@
-"""The operands of the prompt kernel, and how it reads and writes them: JAX's arrays, or caller-owned memory."""
+"""The operands of the prompt kernel, and how it reads and writes them: here JAX's arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.kernels import compat, tiles
+from kvjax.kernels import compat
 from kvjax.kernels.aliases import Barriers, Ref, Scalar
 from kvjax.kernels.launchable import Number
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.problem import ROWS, TOKENS
+from kvjax.kernels.prompts.problem import ROWS
 
 
 class Operands[Array: (jax.Array, Ref)](NamedTuple):
@@ -160,7 +159,7 @@ class PromptArrays(Protocol):
         """Waits for the copy to a slot, which was filled `times()` times before."""
 
 
-def _by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
+def by_bias(bias: Ref, start: Scalar, token: jax.Array) -> jax.Array:
     """Whether tokens have a bias of 0, the first of which is that of `bias[start]`."""
     of_tile = compat.load(bias.at[pl.ds(start, token.shape[1])], plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(of_tile, token.shape, [1]) == 0
@@ -253,7 +252,7 @@ class DenseArrays(_JaxArrays[Operands[Ref]]):
         return self.operands.first_absent[prompt]
 
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
-        return _by_bias(self.operands.bias.at[prompt], first, token)
+        return by_bias(self.operands.bias.at[prompt], first, token)
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
         """The last tile starts earlier, to end with the dense tokens.
@@ -299,143 +298,3 @@ class RaggedArrays(_JaxArrays[RaggedOperands[Ref]]):
         source = self.operands.values if values else self.operands.keys
         tokens = pl.ds(self.operands.kv_starts[prompt] + first, stage.buffer.shape[1])
         compat.copy_to_shared(source.at[tokens, kv_head], stage.buffer.at[stage.slot], stage.full.at[stage.slot])
-
-
-FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
-"""What is known of a prompt: a row of int32 numbers.
-
-`seq` is its sequence, `q_start` to `end` are as in `Operands`, counted from the first token of block `first_block` of
-its row of the block table on. `first_seen` is the first token that a row sees.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class TiledArrays:
-    """Caller-owned memory, with keys and values in tiles.
-
-    Attributes:
-      num_heads: as in `PromptArrays`.
-      num_kv_heads: likewise.
-      head_size: columns of keys.
-      head_size_v: columns of values.
-      num_rows: rows of the query, at least `ROWS`.
-      num_tokens: tokens of each prompt's tiles.
-      first_prompt: the first prompt that there are tiles of.
-      num_prompts: prompts from there on.
-      lot: the index of the claims of these prompts.
-      sm_scale: factor of the logits.
-      prompts: reference to int32 `[8 * num_prompts]`, for each the `FIELDS`.
-      header: reference to int32, the number of prompts, and the claims of each lot.
-      query: `[num_rows, stride]`.
-      keys: `[num_prompts * num_kv_heads * num_tokens, head_size]`.
-      values: `[num_prompts * num_kv_heads * num_tokens, head_size_v]`; for products in fp8 transposed, each tile apart,
-        `[num_prompts * num_kv_heads * num_tokens // TOKENS * head_size_v, TOKENS]`.
-      bias: float32 `[num_prompts * num_tokens]`.
-      k_scale: float32 `[1]` or `[num_kv_heads]`; None for 1.
-      v_scale: likewise.
-      sinks: float32 `[num_heads]`, or None.
-      units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
-        `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
-      out_ref: `[num_splits * num_rows, num_heads, head_size_v]`.
-      lse_ref: `[num_splits * num_rows, num_heads]`.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int
-    num_rows: Scalar
-    num_tokens: Scalar
-    first_prompt: Scalar
-    num_prompts: Scalar
-    lot: Scalar
-    sm_scale: float
-    prompts: Ref
-    header: Ref
-    query: Ref
-    keys: Ref
-    values: Ref
-    bias: Ref
-    k_scale: Ref | None
-    v_scale: Ref | None
-    sinks: Ref | None
-    units: Sequence[Ref | None]
-    out_ref: Ref
-    lse_ref: Ref
-
-    @property
-    def claims(self) -> Ref:  # noqa: D102
-        return self.header.at[1 + self.lot]
-
-    @property
-    def is_aligned(self) -> bool:  # noqa: D102
-        return True
-
-    def _field(self, prompt: Scalar, name: str) -> jax.Array:
-        return self.prompts[(self.first_prompt + prompt) * len(FIELDS) + FIELDS.index(name)]
-
-    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_start")
-
-    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_len")
-
-    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "position")
-
-    def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
-        return 0
-
-    def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "first_absent")
-
-    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "end")
-
-    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale) * self._unit(False, prompt, kv_head)
-
-    def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
-        return _scale(self.v_scale, kv_head) * self._unit(True, prompt, kv_head)
-
-    def _unit(self, values: bool, prompt: Scalar, kv_head: Scalar) -> Scalar:
-        units = self.units[values]
-        if units is None:
-            return np.float32(1.0)
-        index = ((self.first_prompt + prompt) * 2 + int(values)) * self.num_kv_heads + kv_head
-        return fp8.unit_above(units[index])
-
-    def sink(self, prompt: Scalar, head: Scalar) -> Scalar:  # noqa: D102
-        return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
-
-    def load_query(self, first: Scalar, head: Scalar) -> jax.Array:  # noqa: D102
-        columns = pl.ds(head * self.head_size, self.head_size)
-        return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
-
-    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
-        return _by_bias(self.bias, prompt * self.num_tokens + first, token)
-
-    def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:  # noqa: D102
-        return self.out_ref.at[:, head], self.lse_ref.at[:, head], split * self.num_rows
-
-    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
-        last = lax.div(self.end(prompt) + (size - 1), jnp.int32(size)) - 1
-        return jnp.minimum(tile, jnp.maximum(last, 0)) * size
-
-    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
-        row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
-        if values and fp8.is_fp8(self.values.dtype):
-            row = lax.div(row, jnp.int32(TOKENS)) * self.head_size_v
-            tiles.copy(self.values, row, *stage, num_rows=self.head_size_v)
-        else:
-            tiles.copy(self.values if values else self.keys, row, *stage)
-
-    def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:  # noqa: D102
-        tiles.wait(full, slot, times())
-
-
-def _scale(scale: Ref | None, kv_head: Scalar) -> Scalar:
-    if scale is None:
-        return jnp.float32(1.0)
-    return scale[0] if scale.shape[0] == 1 else scale[kv_head]

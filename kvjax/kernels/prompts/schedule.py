@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
-from kvjax.kernels.prompts.operands import FIELDS
+from kvjax.kernels.prompts.tiled import FIELDS
 from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 
