@@ -218,14 +218,21 @@ def test_other_gpus_are_served_by_torch(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("query", 4 * 40 * 32), ("key", 100 * 2 * 64), ("value", 100 * 2 * 48)], ids=str
+    ("name", "num_tokens", "size"),
+    [
+        ("query", 400, 4 * 40 * 32),
+        ("key", 400, 400 * 2 * 64),
+        ("value", 400, 400 * 2 * 48),
+        ("key", 100, 2 * (104 + kernels.PROMPT_TOKENS) * 32),  # as tiles, of which the last one may be empty
+    ],
+    ids=str,
 )
 def test_what_int32_does_not_index_is_refused_before_anything_is_written(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+    name: str, num_tokens: int, size: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Counted from the first to after the last element: parts of projections lie further apart than they are long."""
     ran = interpret_kernels(monkeypatch)
-    args = arrays(Lengths((40,), (100,)), np.float16, padding=(0, 0))
+    args = arrays(Lengths((40,), (num_tokens,)), np.float16, padding=(0, 0))
     monkeypatch.setattr(choosing, "INT32_MAX", size - 1)
     call = given(args)
     if name == "value":

@@ -44,7 +44,9 @@ def attend(
         return out.zero_(), lse.fill_(-torch.inf)
     keys, values = _run(key), _run(value)
     sizes = {"query": num_tokens * num_heads * max(plan.spec.head_sizes)}
-    sizes |= {name: rows.shape[0] * rows.stride(0) for name, rows in (("key", keys), ("value", values))}
+    for name, rows in (("key", keys), ("value", values)):  # which need no less as tiles
+        tiles = rows.shape[1] * _head_rows(key.shape[0]) * rows.shape[2]
+        sizes[name] = max(rows.shape[0] * rows.stride(0), tiles)
     for name, size in sizes.items():
         if size > choosing.INT32_MAX:
             raise UnsupportedError(f"{name}: got {size} elements, expected at most {choosing.INT32_MAX}")
@@ -88,7 +90,7 @@ def _launch(
         own = _kernels(plan, rows.stride(0), strides, query.device)
     running.compile_once(own, query.device)
 
-    head_rows = -(-num_tokens // kernels.PROMPT_ALIGNMENT) * kernels.PROMPT_ALIGNMENT + kernels.PROMPT_TOKENS
+    head_rows = _head_rows(num_tokens)
     tiles = [query.new_empty(spec.num_kv_heads * head_rows * size) for size in spec.head_sizes]
     bounds = [choosing.int32(x, 0, choosing.INT32_MAX) for x in tensors[3:]]
     num_seqs = bounds[0].shape[0] - 1
@@ -110,6 +112,11 @@ def _launch(
         lse.copy_(merged[1])
     elif results[0] is not out:
         out.copy_(results[0])
+
+
+def _head_rows(num_tokens: int) -> int:
+    """The rows of a head's tiles: the prompt kernel reads whole tiles from any group of rows on."""
+    return -(-num_tokens // kernels.PROMPT_ALIGNMENT) * kernels.PROMPT_ALIGNMENT + kernels.PROMPT_TOKENS
 
 
 def _run(x: torch.Tensor) -> torch.Tensor:
