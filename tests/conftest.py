@@ -112,6 +112,7 @@ SAMPLED = {
 
 
 LONGEST_ON_A_GPU = {
+    *("test_benchmark_exact_window", "test_benchmark_host_tier", "test_benchmark_mla"),
     *("test_benchmarks", "test_demo_cli", "test_fuzz_cache", "test_sharded", "test_torch_exact_window"),
     *("test_torch_restart", "test_transformers_attention", "test_transformers_exact_window"),
 }

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl import flags
-from support.benchmark_verdicts import assert_verdicts, timed
+from support.benchmark_checks import assert_measures, assert_verdicts, timed
 
 import kvjax
 from benchmarks import workload
 from benchmarks.peers import beside_window
 from benchmarks.peers.attention_inputs import AttentionJob
 from benchmarks.peers.peer import Run
+from benchmarks.serving import LLAMA_8B
 from benchmarks.shapes import Step
 from kvjax import KVCacheDType, window_attention
 
@@ -44,6 +45,16 @@ def written(inputs: beside_window.WindowInputs, **options: bool) -> Run:
     run.call(0)
     run.wait(run.call(1))
     return run
+
+
+@pytest.mark.full
+def test_the_program_runs(tmp_path):
+    windowed = ["kvjax", "kvjax, 64 exact"]
+    expected = [
+        ("attention beside a window", windowed, ["nvfp4"]),
+        ("write beside a window", [*windowed, "kvjax, 64 exact, with room"], ["nvfp4"]),
+    ]
+    assert_measures(tmp_path, "exact_window", expected)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +107,10 @@ def test_verdicts_are_over_pages_alone():
     ):
         of = f"{operation} beside a window", AttentionJob(beside_window.ROWS_BY_NAME[name], KVCacheDType.NVFP4)
         assert_verdicts((timed(*of, 100.0), []), (timed(*of, 100 * ratio, beside_window.WITH_WINDOW), [said]))
+
+
+def test_rows_of_windows_take_memory_beside_pages():
+    """64 exact tokens in bfloat16 take 8 MiB, pages of NVFP4 288 MiB."""
+    nvfp4 = KVCacheDType.NVFP4
+    assert LLAMA_8B.bytes_a_sequence(nvfp4, 64) == LLAMA_8B.bytes_a_sequence(nvfp4) + (8 << 20)
+    assert LLAMA_8B.most(nvfp4, 64) == 138

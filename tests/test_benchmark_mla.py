@@ -1,11 +1,12 @@
-"""Targets of attention over latents: which of them a row has depends on the device."""
+"""The benchmarks of latents: their programs run, and which targets a row of attention has depends on the device."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import jax
-from support.benchmark_verdicts import assert_verdicts, timed
+import pytest
+from support.benchmark_checks import assert_measures, assert_verdicts, timed
 
 from benchmarks import bars
 from benchmarks.latents import MLA_ROWS, MLARow
@@ -16,6 +17,17 @@ from kvjax import KVCacheDType
 
 BFLOAT16, FP8, NVFP4 = TIMED_DTYPES
 FP8_DS_MLA = KVCacheDType.FP8_DS_MLA
+DTYPES = [dtype.value for dtype in (BFLOAT16, FP8, FP8_DS_MLA, NVFP4)]
+EXPECTED = {
+    "mla_attention": [("mla attention", ["kvjax"], DTYPES), ("mla prompts", ["kvjax"], [None])],
+    "mla_cache": [(f"mla {what}", ["kvjax", "kvjax_torch"], DTYPES) for what in ("write", "gather")],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", EXPECTED)
+def test_programs_run(tmp_path, program):
+    assert_measures(tmp_path, program, EXPECTED[program])
 
 
 def test_verdicts_of_attention_over_latents(monkeypatch):
