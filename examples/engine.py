@@ -104,6 +104,8 @@ class Engine:
     ) -> None:
         if host_caches is not None and windows is not None:
             raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
+        if host_caches is None and pool.num_host_blocks:  # blocks would come back that nothing was copied from
+            raise ValueError(f"host_caches: got None, expected caches of the pool's {pool.num_host_blocks} host blocks")
         if 0 < pool.num_states < max(num_seqs):
             raise ValueError(f"pool: got {pool.num_states} states, expected one for each of {max(num_seqs)} sequences")
         self.caches, self.host_caches, self._windows = caches, host_caches, windows

@@ -88,14 +88,19 @@ class Speculator:
         num_drafts: int = 4,
         max_blocks: int,
     ) -> None:
+        if num_drafts < 0:
+            raise ValueError(f"num_drafts: got {num_drafts}, expected at least 0")
         self.num_steps = self.num_accepted = 0
         self._params, self._config, self._cache, self._pool = params, config, cache, pool
         self._draft, self._num_drafts, self._max_blocks = draft, num_drafts, max_blocks
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
-        """Returns each prompt with its new tokens; `ValueError` for a negative number of these."""
+        """Returns each prompt with its new tokens; `ValueError` for an empty prompt or a negative number of tokens."""
         if num_new_tokens < 0:
             raise ValueError(f"num_new_tokens: got {num_new_tokens}, expected at least 0")
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompts[{index}]: got no tokens, expected at least one")
         if not num_new_tokens:
             return [list(prompt) for prompt in prompts]
         sequences = [self._pool.sequence(prompt) for prompt in prompts]

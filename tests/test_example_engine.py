@@ -255,3 +255,10 @@ def test_a_request_that_never_fits_is_refused():
     engine, _ = made()
     with pytest.raises(ValueError, match=r"got 30 \+ 3 tokens"):
         engine.submit([1] * 30, 3)
+
+
+def test_a_pool_with_blocks_on_the_host_needs_caches_there():
+    cache = kvjax.KVCache.allocate(SPEC, 4, num_layers=2)
+    pool = kvjax.BlockPool(4, SPEC.block_size, num_host_blocks=3)
+    with pytest.raises(ValueError, match="host_caches: got None, expected caches of the pool's 3 host blocks"):
+        Engine(lambda *_, **__: None, cache, pool, num_seqs=[1], max_blocks=4)

@@ -124,3 +124,13 @@ def test_a_sliding_window_is_refused():
     spec = kvjax.SlidingWindowSpec(4, 2, 16, dtype="float32", sliding_window=6)
     with pytest.raises(ValueError, match="cache: got a sliding window of 6"):
         made(TreeSpeculator, spec, num_drafts=2)
+
+
+@pytest.mark.parametrize("kind", [Speculator, TreeSpeculator])
+def test_fewer_drafts_than_none_and_an_empty_prompt_are_refused(kind):
+    with pytest.raises(ValueError, match="num_drafts: got -1, expected at least 0"):
+        made(kind, num_drafts=-1)
+    speculator, pool = made(kind)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: got no tokens, expected at least one"):
+        speculator.generate([PROMPTS[0], []], 3)
+    assert pool.num_free == NUM_BLOCKS
