@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -103,20 +104,26 @@ class PrefixFolder:
         """Sets times by which the last block of a prefix is removed first: without those before it, it is not found."""
         now = time.time_ns()
         for index, block_hash in enumerate(hashes):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # removed meanwhile, or of a user who lets others only read
                 os.utime(self._path(block_hash), ns=(now - 1000 * index,) * 2)
 
     def _remove_oldest(self) -> None:
         found = []
-        for path in self._folder.iterdir():  # and what a process that was killed has not renamed
-            with contextlib.suppress(FileNotFoundError):
+        for path in filter(_is_own, self._folder.iterdir()):
+            with contextlib.suppress(OSError):
                 found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self._max_bytes:
                 return
-            path.unlink(missing_ok=True)
-            total -= size
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is a block, or one that a process which was killed has not renamed; a folder may hold others."""
+    return re.fullmatch(r"[0-9a-f]{64}(\.kv|\.\d+\.tmp)", path.name) is not None
 
 
 def serve(folder: Path, prompts: Sequence[Sequence[int]], max_bytes: int = 2**20) -> tuple[list[list[int]], int]:

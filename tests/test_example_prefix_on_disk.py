@@ -83,8 +83,9 @@ def test_the_folder_keeps_the_beginnings_of_what_was_used_last(tmp_path):
     serve(tmp_path, [prompt_of(1)])
     files = prefix_files(tmp_path)
     size = files[0].stat().st_size
-    (tmp_path / "of_a_killed_process.1.tmp").write_bytes(bytes(size))
-    os.utime(tmp_path / "of_a_killed_process.1.tmp", (0, 0))
+    of_killed_process = tmp_path / f"{'0' * 64}.1.tmp"
+    of_killed_process.write_bytes(bytes(size))
+    os.utime(of_killed_process, (0, 0))
     other = [(token + 1) % 61 for token in prompt_of(1)]
     serve(tmp_path, [other], max_bytes=9 * size)
     assert len(list(tmp_path.iterdir())) == 9
@@ -111,6 +112,34 @@ def test_a_write_that_fails_is_a_warning(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="not written: .*No space left on device"):
         tokens, _ = serve(tmp_path, [prompt_of(1)])
     assert len(tokens[0]) == NUM_NEW
+
+
+def test_other_files_of_the_folder_stay_and_do_not_count(tmp_path):
+    names = "notes.txt", "model.1.tmp", "cache.kv"
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(2**20))
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "folder").mkdir()
+    serve(tmp_path, [prompt_of(1)])
+    assert all(path.exists() for path in prefix_files(tmp_path))
+    serve(tmp_path, [prompt_of(1)], max_bytes=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "folder"])
+
+
+def test_a_folder_that_only_others_may_write_is_read(tmp_path, monkeypatch):
+    expected, _ = serve(tmp_path, [prompt_of(2)])
+    serve(tmp_path, [prompt_of(1)])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for owner, name in ((os, "utime"), (Path, "write_bytes"), (Path, "unlink")):
+        monkeypatch.setattr(owner, name, refuse)
+    files = sorted(tmp_path.iterdir())
+    with warnings.catch_warnings(action="error"):  # all blocks are there
+        found = serve(tmp_path, [prompt_of(2)], max_bytes=0)
+    assert found == (expected, NUM_COMPUTED - PREFIX_BLOCKS * BLOCK_SIZE)
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_a_pool_with_blocks_on_the_host_is_refused(tmp_path):
