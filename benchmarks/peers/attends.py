@@ -62,13 +62,9 @@ def kvjax_run(inputs: AttentionInputs, *, implementation: str | None, most: floa
 def dense_run(inputs: AttentionInputs) -> Run:
     """Runs JAX's attention over dense caches of the same tokens."""
     compiled = dense_attention(inputs.job).result()
-    query = inputs.query.reshape(_dense_shape(inputs.job))
+    query = inputs.query.reshape(-1, inputs.job.row.q_len, *inputs.job.query_shape[-2:])
     sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
     return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
-
-
-def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
-    return job.row.num_seqs, job.row.q_len, job.row.num_heads, job.row.head_size
 
 
 @functools.cache
@@ -83,8 +79,11 @@ def dense_attention(job: AttentionJob) -> Future[Any]:
         options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
         return jax.nn.dot_product_attention(query, key, value, **options, implementation=dense_implementation())
 
-    shape = row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size
-    query, dense = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (_dense_shape(job), shape))
+    shapes = (
+        (row.num_seqs, row.q_len, row.num_heads, row.head_size),
+        (row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size),
+    )
+    query, dense = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     return compiling(attend, query, dense, dense, jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32))
 
 
