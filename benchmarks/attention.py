@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 from absl.testing import absltest
 
 from benchmarks import compare, output, shapes
 from benchmarks.peers import attends
-from benchmarks.peers.attention_inputs import AttentionJob
 
 ROWS = output.define_some("rows", shapes.ATTENTION_ROWS_BY_NAME, "rows to time (default: all of this device)")
 DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *shapes.MIXED))
@@ -21,7 +19,6 @@ class AttentionBenchmark(output.Program):
         rows = ROWS.value or output.by_device(
             gpu=shapes.ATTENTION_ROWS, host=shapes.HOST_ATTENTION_ROWS, smoke=shapes.SMOKE_ATTENTION_ROWS
         )
-        jobs = [*itertools.starmap(AttentionJob, itertools.product(rows, DTYPES.value or shapes.TIMED_DTYPES))]
         peers = compare.present(self.results, attends.PEERS, PEERS.value)
         if PEERS.value is None:
             if output.SMOKE.value:
@@ -31,7 +28,7 @@ class AttentionBenchmark(output.Program):
             # One row suffices for kvjax in XLA, which is ten times slower.
             once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is rows[0])
             peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
-        attends.measure(self, "attention", jobs, peers)
+        attends.measure(self, "attention", attends.jobs(rows, DTYPES.value), peers)
 
 
 if __name__ == "__main__":

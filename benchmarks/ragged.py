@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 from absl.testing import absltest
 
 from benchmarks import compare, output, shapes
 from benchmarks.peers import attends
-from benchmarks.peers.attention_inputs import AttentionJob
 
 ROWS = output.define_some("rows", shapes.RAGGED_ROWS_BY_NAME, "rows to time (default: all of this device)")
 DTYPES = output.define_dtypes((*shapes.TIMED_DTYPES, *shapes.PER_TOKEN_HEAD, *shapes.MIXED))
@@ -18,9 +15,8 @@ PEERS = compare.define_peers(attends.STEP_PEERS)
 class RaggedBenchmark(output.Program):
     def test_rows(self) -> None:
         default = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
-        product = itertools.product(ROWS.value or default, DTYPES.value or shapes.TIMED_DTYPES)
         peers = compare.present(self.results, attends.STEP_PEERS, PEERS.value)
-        attends.measure(self, "ragged attention", [*itertools.starmap(AttentionJob, product)], peers)
+        attends.measure(self, "ragged attention", attends.jobs(ROWS.value or default, DTYPES.value), peers)
 
 
 if __name__ == "__main__":

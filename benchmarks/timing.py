@@ -177,9 +177,8 @@ def once_and_twice() -> tuple[Timing, Timing]:
     """Times some work and twice as much: memory traffic on a GPU, otherwise a sleep."""
     if jax.default_backend() == "gpu":
         work = jax.jit(jnp.invert)
-        few, many = (
-            jnp.arange(count, dtype=jnp.uint32) for count in (1 << 26, 1 << 27)
-        )  # 0.25 and 0.5 GiB exceed any L2
+        sizes = 1 << 26, 1 << 27  # 0.25 and 0.5 GiB exceed any L2
+        few, many = (jnp.arange(count, dtype=jnp.uint32) for count in sizes)
         return measure(lambda _: work(few)), measure(lambda _: work(many))
     once = measure(lambda _: time.sleep(0.005), wait=lambda _: None, calls=15)
     return once, measure(lambda _: time.sleep(0.01), wait=lambda _: None, calls=15)

@@ -15,6 +15,7 @@ import numpy as np
 
 from benchmarks import compare, output, workload
 from benchmarks.bars import NO_CASCADE
+from benchmarks.measurement import OWN
 from benchmarks.peers import attends_flashinfer, attends_vllm, in_torch, read
 from benchmarks.peers.attention_inputs import (
     FP8_ERROR,
@@ -25,11 +26,10 @@ from benchmarks.peers.attention_inputs import (
     attention,
     compiling,
     dense_implementation,
-    paged,
     reference,
 )
-from benchmarks.peers.peer import Peer, Run, by_turns, own_peers, why_no_gpu
-from benchmarks.shapes import BLOCK_SIZE
+from benchmarks.peers.peer import Peer, Run, by_turns, own_peers, why_no_gpu, why_no_kernel
+from benchmarks.shapes import BLOCK_SIZE, TIMED_DTYPES, AttentionRow
 from kvjax import CacheLayout, KVCacheDType
 from kvjax.ops.route import Query, why_no_query_quantization
 
@@ -48,35 +48,23 @@ def read_run(inputs: AttentionInputs) -> Run:
     return Run(by_turns(compiled, [(each,) for each in words]), check)
 
 
-def kvjax_run(inputs: AttentionInputs, *, implementation: str | None) -> Run:
-    compiled = attention(inputs.job, implementation).result()
-    facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
-    return dataclasses.replace(_own_run(inputs, compiled, inputs.numbers), facts=facts)
-
-
-def _own_run(inputs: AttentionInputs, compiled: Any, numbers: Sequence[jax.Array], *, most: float = OWN_ERROR) -> Run:
+def kvjax_run(inputs: AttentionInputs, *, implementation: str | None, most: float = OWN_ERROR, **options: Any) -> Run:
+    """Attends by kvjax with `options` of `attention`."""
+    compiled = attention(inputs.job, implementation, **options).result()
+    numbers = inputs.numbers if options.get("cascade", True) else (inputs.table, inputs.seq_lens)
     query = inputs.query.reshape(inputs.job.query.shape)  # all calls share one query, as with other peers
     sets = [(query, cache, *numbers) for cache in inputs.caches]
     call = by_turns(functools.partial(compiled, **workload.scales()), sets)
-    return Run(call, functools.partial(inputs.check, most=most))
-
-
-def no_cascade_run(inputs: AttentionInputs) -> Run:
-    """Attends without cascade: every sequence reads the shared prefix."""
-    compiled = paged(inputs.job, inputs.job.query, None).result()
-    return _own_run(inputs, compiled, (inputs.table, inputs.seq_lens))
+    facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
+    return Run(call, functools.partial(inputs.check, most=most), facts=facts)
 
 
 def dense_run(inputs: AttentionInputs) -> Run:
     """Runs JAX's attention over dense caches of the same tokens."""
     compiled = dense_attention(inputs.job).result()
-    query = inputs.query.reshape(_dense_shape(inputs.job))
+    query = inputs.query.reshape(-1, inputs.job.row.q_len, *inputs.job.query_shape[-2:])
     sets = [(query, *inputs.dense(), inputs.seq_lens) for _ in inputs.caches]
     return Run(by_turns(compiled, sets), functools.partial(inputs.check, most=PEER_ERROR))
-
-
-def _dense_shape(job: AttentionJob) -> tuple[int, ...]:
-    return job.row.num_seqs, job.row.q_len, job.row.num_heads, job.row.head_size
 
 
 @functools.cache
@@ -91,8 +79,11 @@ def dense_attention(job: AttentionJob) -> Future[Any]:
         options: dict[str, Any] = {"is_causal": True} if row.q_len > 1 else {"key_value_seq_lengths": seq_lens}
         return jax.nn.dot_product_attention(query, key, value, **options, implementation=dense_implementation())
 
-    shape = row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size
-    query, dense = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (_dense_shape(job), shape))
+    shapes = (
+        (row.num_seqs, row.q_len, row.num_heads, row.head_size),
+        (row.num_seqs, row.blocks_a_seq * BLOCK_SIZE, row.num_kv_heads, row.head_size),
+    )
+    query, dense = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     return compiling(attend, query, dense, dense, jax.ShapeDtypeStruct((row.num_seqs,), jnp.int32))
 
 
@@ -156,35 +147,29 @@ def _serves_torch(job: AttentionJob) -> bool:
 type AttentionPeer = Peer[AttentionJob, AttentionInputs]
 
 
-def _with_options(
+def _own(
     name: str, serves: Callable[[AttentionJob], bool], *, most: float = OWN_ERROR, **options: Any
 ) -> AttentionPeer:
-    """Returns kvjax with more options of its attention, on a GPU."""
-
-    def compiled(job: AttentionJob) -> Future[Any]:
-        return attention(job, output.IMPLEMENTATION.value, **options)
+    """Returns kvjax by the implementation that the flag selects, with options of `attention`."""
 
     def prepare(inputs: AttentionInputs) -> Run:
-        return _own_run(inputs, compiled(inputs.job).result(), inputs.numbers, most=most)
+        return kvjax_run(inputs, implementation=output.IMPLEMENTATION.value, most=most, **options)
 
-    return Peer(name, prepare, serves, why_no_gpu, lambda job: [compiled(job)], own=True)
+    def ahead(job: AttentionJob) -> list[Future[Any]]:
+        return [attention(job, output.IMPLEMENTATION.value, **options)]
+
+    needs_gpu = options.keys() - {"cascade"}  # other options need kernels
+    return Peer(name, prepare, serves, why_no_gpu if needs_gpu else why_no_kernel, ahead, own=True)
 
 
-KVJAX, KVJAX_IN_XLA = own_peers(AttentionJob, kvjax_run)
-KVJAX = dataclasses.replace(KVJAX, ahead=lambda job: [attention(job, output.IMPLEMENTATION.value)])
+KVJAX, (_, KVJAX_IN_XLA) = _own(OWN, lambda _: True), own_peers(AttentionJob, kvjax_run)
 READ: AttentionPeer = Peer("read", read_run, why_missing=why_no_gpu)
 CUDNN: AttentionPeer = Peer(
     "cuDNN", dense_run, serves=_is_dense, why_missing=why_no_gpu, ahead=lambda job: [dense_attention(job)]
 )
 SDPA = in_torch.torch_peer("torch sdpa", sdpa_run, _serves_torch)
-WITHOUT_CASCADE: AttentionPeer = Peer(
-    NO_CASCADE,
-    no_cascade_run,
-    serves=lambda job: job.row.prefix_len > 0,
-    ahead=lambda job: [paged(job, job.query, None)],
-    own=True,
-)
-INVARIANT = _with_options(
+WITHOUT_CASCADE = _own(NO_CASCADE, lambda job: job.row.prefix_len > 0, cascade=False)
+INVARIANT = _own(
     "kvjax, batch invariant",
     lambda job: not job.row.prefix_len and job.row.head_size <= 256,
     batch_invariant=True,
@@ -195,7 +180,7 @@ IN_TORCH: AttentionPeer = in_torch.torch_peer(
     lambda job: not job.row.prefix_len and job.row.layout is CacheLayout.NHD,
     own=True,
 )
-IN_FP8 = _with_options("kvjax (fp8 products)", _has_fp8_products, most=FP8_ERROR, query_quantization=True)
+IN_FP8 = _own("kvjax (fp8 products)", _has_fp8_products, most=FP8_ERROR, query_quantization=True)
 IN_FP8_IN_TORCH = dataclasses.replace(
     IN_TORCH,
     name="kvjax_torch (fp8 products)",
@@ -218,6 +203,11 @@ STEP_PEERS = (
     attends_flashinfer.FA3,
 )
 """The peers of attention in a server step."""
+
+
+def jobs(rows: Sequence[AttentionRow], dtypes: Sequence[KVCacheDType] | None) -> list[AttentionJob]:
+    """Returns the jobs of all rows and dtypes, which default to the timed ones."""
+    return [AttentionJob(row, dtype) for row in rows for dtype in dtypes or TIMED_DTYPES]
 
 
 def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:

@@ -202,7 +202,6 @@ class AttentionInputs(CheckedInputs):
 
     @functools.cached_property
     def expected(self) -> np.ndarray:
-        """The expected result for the sampled queries, float64."""
         query = self.query[self.job.sampled].astype(jnp.float32)
         attended = reference(self.job).result()(query, self.caches[0], *self.sampled_sequences, **workload.scales())
         return np.asarray(attended, np.float64)
@@ -265,14 +264,15 @@ def dense_implementation() -> Literal["cudnn", "xla"]:
 
 
 @functools.cache
-def attention(job: AttentionJob, implementation: str | None, **options: Any) -> Future[Any]:
+def attention(job: AttentionJob, implementation: str | None, *, cascade: bool = True, **options: Any) -> Future[Any]:
     """Compiles kvjax's attention for a job: `(query, cache, *numbers, **workload.scales())`.
 
     This is `paged_attention`, `ragged_paged_attention` for a step, or the attention of examples/shared_prefix.py for
-    shared prefixes. `options` are more of the first two.
+    shared prefixes, which without `cascade` is `paged_attention` where every sequence reads the prefix. `options` are
+    more of the first two.
     """
     row, cache = job.row, workload.cache_struct(job.spec, job.row.num_blocks)
-    if not row.is_step:
+    if not (row.is_step and cascade):
         return paged(job, job.query, implementation, **options)
     table, lengths = indices(row.num_seqs, row.blocks_a_seq - row.prefix_blocks), indices(row.num_seqs)
     if row.prefix_len:
