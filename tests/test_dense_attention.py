@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import checkify
 from support import gpu_compile, prompt_model
-from support.dense_arrays import MLA, STEP, Lengths, arrays, attention, check
+from support.dense_arrays import MLA, ON_A_GPU, STEP, Lengths, arrays, attention, check
 from support.gpu_compile import compile_for
 from support.helpers import INPUT_DTYPES, matrix
 from support.interpret_mode import interpret_mode
@@ -119,15 +119,7 @@ def test_the_kernel_divides_the_tokens_of_few_rows(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-@matrix(
-    {
-        "heads": [(16, 16), (6, 2), (3, 1)],
-        "sizes": [(192, 128), (128, 128), (64, 64), (80, 48), (256, 256)],
-        "input_dtype": ["float16", "bfloat16"],
-        "causal": [True, False],
-    },
-    pairs=True,
-)
+@matrix(ON_A_GPU, pairs=True)
 def test_on_a_gpu_the_kernel_is_attention(
     heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool
 ):

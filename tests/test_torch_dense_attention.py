@@ -9,7 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from support.dense_arrays import MLA, STEP, Arrays, Lengths, arrays, attention, check
+from support.dense_arrays import MLA, ON_A_GPU, STEP, Arrays, Lengths, arrays, attention, check
 from support.gpu_compile import compile_for, why_not
 from support.helpers import INPUT_DTYPES, matrix, simple_spec
 
@@ -261,6 +261,11 @@ ERRORS = [
     ({"value": torch.zeros(9, 2, 0)}, KVCacheValueError, r"value: got shape \(9, 2, 0\), .* at least one head"),
     ({"value": torch.zeros(8, 2, 16)}, KVCacheValueError, r"value: got shape .* expected \[num_kv_tokens=9"),
     ({"value": torch.zeros(9, 2, 16, device="meta")}, KVCacheValueError, "value: got device meta, expected cpu"),
+    (
+        {"out": torch.zeros(3, 4, 16, device="meta")},
+        KVCacheValueError,
+        "out: got device meta, expected cpu, that of query",
+    ),
     ({"cu_q_lens": torch.tensor([0.0, 3.0])}, KVCacheTypeError, "cu_q_lens: got dtype torch.float32, expected torch.i"),
     ({"cu_q_lens": torch.tensor([0])[:0]}, KVCacheValueError, r"cu_q_lens: got shape \(0,\), expected \[num_seqs \+ 1"),
     ({"cu_q_lens": torch.tensor([[0, 3]])}, KVCacheValueError, r"cu_q_lens: got 2 dimensions, expected \[num_seqs \+"),
@@ -373,15 +378,7 @@ def needs_the_kernel() -> None:
 
 
 @pytest.mark.gpu
-@matrix(
-    {
-        "heads": [(16, 16), (6, 2), (3, 1)],
-        "sizes": [(192, 128), (128, 128), (64, 64), (80, 48), (256, 256)],
-        "input_dtype": ["float16", "bfloat16"],
-        "causal": [True, False],
-    },
-    pairs=True,
-)
+@matrix(ON_A_GPU, pairs=True)
 def test_on_a_gpu_it_is_attention(heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool):
     """Also of few rows over many tokens, which are divided into splits."""
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,)), Lengths((70,), (4000,))):

@@ -239,8 +239,8 @@ def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> C
         given = dict(zip(names, args, strict=False)) | options
         if "key_cache" in given:
             check_devices(**_tensors(given))
-        for name in {"kv_cache", "src_cache"} & given.keys():
-            check_same_device(name, given[name], _tensors(given))
+        elif first := next((name for name in ("kv_cache", "src_cache", "query") if name in given), None):
+            check_same_device(first, given[first], _tensors(given))
         return results(**given)
 
     return fake

@@ -19,6 +19,13 @@ class Lengths(NamedTuple):
 STEP = Lengths((0, 3, 70, 1, 2, 40), (5, 7, 150, 9, 0, 33))
 """Sequences without rows, without keys and with more rows than keys among others."""
 
+ON_A_GPU: dict[str, list[Any]] = {
+    "heads": [(16, 16), (6, 2), (3, 1)],
+    "sizes": [(192, 128), (128, 128), (64, 64), (80, 48), (256, 256)],
+    "input_dtype": ["float16", "bfloat16"],
+    "causal": [True, False],
+}
+
 MLA = {"heads": (2, 2), "sizes": (192, 128)}
 
 

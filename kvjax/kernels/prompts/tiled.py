@@ -58,6 +58,22 @@ class _CallerArrays:
     out_ref: Ref
     lse_ref: Ref
 
+    def _field(self, prompt: Scalar, name: str) -> jax.Array:
+        """A number of a prompt, by its name in `FIELDS` or `RAGGED_FIELDS`."""
+        raise NotImplementedError
+
+    def q_start(self, prompt: Scalar) -> jax.Array:
+        return self._field(prompt, "q_start")
+
+    def q_len(self, prompt: Scalar) -> jax.Array:
+        return self._field(prompt, "q_len")
+
+    def position(self, prompt: Scalar) -> jax.Array:
+        return self._field(prompt, "position")
+
+    def end(self, prompt: Scalar) -> jax.Array:
+        return self._field(prompt, "end")
+
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         columns = pl.ds(head * self.head_size, self.head_size)
         return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
@@ -112,23 +128,11 @@ class TiledArrays(_CallerArrays):
     def _field(self, prompt: Scalar, name: str) -> jax.Array:
         return self.prompts[(self.first_prompt + prompt) * len(FIELDS) + FIELDS.index(name)]
 
-    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_start")
-
-    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_len")
-
-    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "position")
-
     def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
         return 0
 
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self._field(prompt, "first_absent")
-
-    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "end")
 
     def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return _scale(self.k_scale, kv_head) * np.float32(self.sm_scale) * self._unit(False, prompt, kv_head)
@@ -195,23 +199,11 @@ class RaggedTiles(_CallerArrays):
     def _field(self, prompt: Scalar, name: str) -> jax.Array:
         return self.prompts[prompt * len(RAGGED_FIELDS) + RAGGED_FIELDS.index(name)]
 
-    def q_start(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_start")
-
-    def q_len(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "q_len")
-
-    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "position")
-
     def first_present(self, prompt: Scalar) -> Scalar:  # noqa: D102
         return self._field(prompt, "first_present")
 
     def first_absent(self, prompt: Scalar) -> jax.Array:  # noqa: D102
         return self.end(prompt)
-
-    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
-        return self._field(prompt, "end")
 
     def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
         return jnp.float32(self.sm_scale)
