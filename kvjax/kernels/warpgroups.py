@@ -137,7 +137,7 @@ def load_each(ref: Ref, indices: jax.Array, layout: Layout) -> jax.Array:
         def load_one(index: Value) -> Value:
             return memref.load(ref, [arith.index_castui(ir.IndexType.get(), index)])
 
-        return indices._pointwise(_per_scalar(load_one), output_is_signed=True)
+        return indices._pointwise(per_scalar(load_one), output_is_signed=True)
 
     types = plgpu.RefType(), layout
     result = plgpu.ShapeDtypeStruct(indices.shape, np.dtype(np.int32), layout=layout)
@@ -200,7 +200,7 @@ def load_words(ref: Ref, row: jax.Array, columns: jax.Array, alignment: int, lay
             offset = arith.addi(arith.muli(arith.extui(i64, row), mgpu.c(row_bytes, i64)), arith.extui(i64, column))
             return llvm.load(i32, utils.getelementptr(pointer, [offset], byte), alignment=min(alignment, 4))
 
-        return rows._pointwise(_per_scalar(load_one), columns, output_is_signed=True)
+        return rows._pointwise(per_scalar(load_one), columns, output_is_signed=True)
 
     types = plgpu.RefType(), layout, layout
     result = plgpu.ShapeDtypeStruct(columns.shape, np.dtype(np.int32), layout=layout)
@@ -353,13 +353,13 @@ def copy_each(source: Ref, destination: Ref, copies: Copies, size: int, layout: 
                 llvm.store(value, utils.getelementptr(to_pointer, [offset], byte), alignment=size)
 
         for registers in zip(*(array.registers.flat for array in arrays), strict=True):
-            _per_scalar(copy_one)(*registers)
+            per_scalar(copy_one)(*registers)
 
     types = plgpu.RefType(), plgpu.RefType(), layout, layout, layout, layout
     plgpu.inline_mgpu(arg_types=types)(run)(source, destination, starts, rows, columns, condition)
 
 
-def _per_scalar(run: Callable[..., Value]) -> Callable[..., Value]:
+def per_scalar(run: Callable[..., Value]) -> Callable[..., Value]:
     """A function of registers, which may be vectors of one element, from a function of scalars."""
 
     def of_registers(*registers: Value) -> Value:

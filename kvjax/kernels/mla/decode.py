@@ -1,9 +1,8 @@
 """The MLA kernel: attention of 64 query rows of a sequence over its latents.
 
-A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles of 64. Its
-two warpgroups copy the next tile while they multiply one. Each multiplies all keys with the queries, for a result of 64
-by 512 takes the registers of two warpgroups, while logits that are shared take a barrier and shared memory that queries
-and two tiles leave no room for. It weights its half of the latents.
+A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles of 64. A
+result of 64 by 512 takes the registers of two warpgroups, each of which weights its half of the latents. One of them
+computes logits and weights, which it stores over the tile's rope keys, and the other copies the next tile meanwhile.
 """
 
 from __future__ import annotations
@@ -19,13 +18,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, warpgroups
-from kvjax.kernels.aliases import Carry, Ref, Scalar
+from kvjax.kernels.aliases import Carry, DType, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
-from kvjax.kernels.attention.softmax import LOG2_E, LOWEST, capped, margin
+from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, Sums, capped, margin, reference, rounding
+from kvjax.kernels.mla import exchange
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
-from kvjax.kernels.mla.tiles import ROWS, SLOTS, TOKENS, Source, Tiles
+from kvjax.kernels.mla.tiles import (
+    COPIES,
+    LOGITS,
+    LOTS,
+    ROWS,
+    SLOTS,
+    TOKENS,
+    Source,
+    Tiles,
+    rows_by_lane,
+    rows_of_lot,
+)
 from kvjax.kernels.registers import LANES
 
 
@@ -103,35 +114,43 @@ class LatentDecode:
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         self.tiles.wait_for_copies()  # until all have read the tiles of the segment before
-        self.copy_query(sequence)
-        self.copy_tile(segment, first, self.entries(segment, first))
-        ahead = 1
-        if self.packed is not None:
-            ahead = 2
-            end_group()
-            pl.when(count > 1)(lambda: self.copy_tile(segment, first + 1, self.entries(segment, first + 1)))
-            end_group()
+        warpgroup = lax.axis_index("warpgroup")
+        ahead = 1 if self.packed is None else 2
+        pl.when(warpgroup == COPIES)(lambda: self.copy_first(sequence, segment, first, count))
         half = self.tiles.latents.shape[-1]
-        largest = compat.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-        total = compat.layout_cast(jnp.full((ROWS,), 0, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
         acc = compat.layout_cast(jnp.full((ROWS, half), 0, jnp.float32), plgpu.Layout.WGMMA)
+        sums = Sums(*(_of_rows(x) for x in (LOWEST, 0, LOWEST)))
 
         def body(i: jax.Array, carry: Carry) -> Carry:
-            entries, state = carry
+            entries, acc, *sums = carry
             self.wait_for_tile(first + i)
 
-            @pl.when(i + ahead < count)
-            def copy() -> None:
-                self.copy_tile(segment, first + i + ahead, entries)
+            def copy() -> Carry:
+                pl.when(i + ahead < count)(lambda: self.copy_tile(first + i + ahead, entries))
+                if self.packed is not None:
+                    end_group()
+                following = self.entries(segment, first + i + ahead + 1)
+                is_raised = self.tiles.any(_of_rows(0) != 0)
+                return following, self.rescaled(first + i, acc, is_raised), *sums
 
-            if self.packed is not None:
-                end_group()
-            following = self.entries(segment, first + i + ahead + 1)
-            return following, self.attend_to_tile(segment, first + i, state)
+            def weigh() -> Carry:
+                return entries, *self.store_weights(segment, first + i, acc, Sums(*sums))
 
-        carry = self.entries(segment, first + ahead), (acc, largest, total)
-        _, state = lax.fori_loop(0, count, body, carry)
+            entries, acc, *sums = lax.cond(warpgroup == COPIES, copy, weigh)
+            self.tiles.wait_for_warpgroups()
+            return entries, self.add_weighted(first + i, acc), *sums
+
+        _, *state = lax.fori_loop(0, count, body, (self.entries(segment, first + ahead), acc, *sums))
         return state, cursor
+
+    def copy_first(self, sequence: jax.Array, segment: Segment, first: jax.Array, count: jax.Array) -> None:
+        """Starts copies of the query rows and of the tiles that are ahead of the loop."""
+        self.copy_query(sequence)
+        self.copy_tile(first, self.entries(segment, first))
+        if self.packed is not None:
+            end_group()
+            pl.when(count > 1)(lambda: self.copy_tile(first + 1, self.entries(segment, first + 1)))
+            end_group()
 
     def slot(self, tile: Scalar) -> Scalar:
         """The slot of a tile of 16 bits."""
@@ -151,11 +170,12 @@ class LatentDecode:
     def copy_query(self, sequence: jax.Array) -> None:
         """Starts copies of the query rows."""
         row_bytes = self.refs.query.shape[1] * self.refs.query.dtype.itemsize
-        for number, row in enumerate(self.tiles.own_rows()):
+        for lot in range(LOTS):
+            row = rows_of_lot(lot)
             own = self.first_row + row
             index = jnp.minimum(own, self.num_rows - 1) + sequence * self.num_rows
             source = Source(self.refs.query, index, row_bytes, row * 0, own < self.num_rows)
-            self.tiles.copy(0, number, source)
+            self.tiles.copy(0, lot, source)
 
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
         """The entries of the block table for rows of a tile, by default those that the thread copies.
@@ -163,41 +183,42 @@ class LatentDecode:
         They are -1 for what is no token.
         """
         found = []
-        for row in self.tiles.own_rows() if rows is None else rows:
+        for row in map(rows_of_lot, range(LOTS)) if rows is None else rows:
             position = row + tile * TOKENS
             is_token = (position >= segment.start) & (position < segment.end)
             index = segment.table + lax.div(position, jnp.int32(self.problem.spec.block_size))
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
-    def copy_tile(self, segment: Segment, tile: Scalar, entries: list[jax.Array]) -> None:
+    def copy_tile(self, tile: Scalar, entries: list[jax.Array]) -> None:
         """Starts copies of a tile of tokens."""
+        for lot, entry in enumerate(entries):
+            source = self.source(tile, lot, entry)
+            if self.packed is None:
+                self.tiles.copy(self.slot(tile) + 1, lot, source)
+            else:
+                self.packed.copy(tile & (SLOTS - 1), lot, source)
+
+    def source(self, tile: Scalar, lot: int, entry: jax.Array) -> Source:
+        """The tokens of a lot of rows of a tile."""
         problem = self.problem
         num_blocks, layer = self.pages()
-        for number, (row, entry) in enumerate(zip(self.tiles.own_rows(), entries, strict=True)):
-            is_token = entry < num_blocks  # as unsigned: negative entries are large
-            token = lax.rem(row + tile * TOKENS, jnp.int32(problem.spec.block_size))
-            page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
-            page = jnp.where(is_token, page, 0)
-            offset = token * problem.spec.bytes_per_token
-            source = Source(self.refs.pages, page, problem.memory[0].page_stride, offset, is_token)
-            self.tiles.store_bias(tile, number, is_token)
-            if self.packed is None:
-                self.tiles.copy(self.slot(tile) + 1, number, source)
-            else:
-                self.packed.copy(tile & (SLOTS - 1), number, source)
+        is_token = entry < num_blocks  # as unsigned: negative entries are large
+        token = lax.rem(rows_of_lot(lot) + tile * TOKENS, jnp.int32(problem.spec.block_size))
+        page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
+        page = jnp.where(is_token, page, 0)
+        offset = token * problem.spec.bytes_per_token
+        return Source(self.refs.pages, page, problem.memory[0].page_stride, offset, is_token)
 
     def scale(self) -> Scalar:
         """The layer's scale, by which logits and results are multiplied; 1 for dtypes without."""
         return self.refs.k_scale[0] if self.problem.spec.dtype.takes_scale else np.float32(1)
 
-    def attend_to_tile(self, segment: Segment, tile: Scalar, state: Carry) -> Carry:
-        """One tile: logits, weights, and the weighted latents that are the warpgroup's."""
-        acc, largest, total = state
+    def logits(self, segment: Segment, tile: Scalar) -> jax.Array:
+        """The logits of a tile, binary logarithms: -inf for what rows do not see."""
         slot = self.slot(tile)
-        # They arrive while products run.
-        every = self.entries(segment, tile, self.tiles.rows_by_lane()) if self.tiles.bias is None else []
-        problem, shape = self.problem, (ROWS, TOKENS)
+        entries = self.entries(segment, tile, rows_by_lane())  # which arrive while products run
+        problem = self.problem
         pairs = list(zip(self.tiles.matrices(0), self.tiles.matrices(slot + 1), strict=True))
         scale = np.float32(problem.sm_scale * LOG2_E)
         if problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or self.tiles.rope is None:
@@ -207,34 +228,73 @@ class LatentDecode:
             logits = warpgroups.sum_of_products(latents) * self.scale()
             logits = warpgroups.product(*rope, lambda: None, logits, transposed=True) * scale
         logits = capped(logits, problem.logits_soft_cap, jnp.exp2)
-        logits = logits + lax.broadcast_in_dim(self.bias(tile, every), shape, [1])
-        if problem.q_len > 1:
-            logits = self.masked(segment, tile, logits)
-        dtype = self.tiles.latents.dtype
-        raised = jnp.maximum(largest, jnp.max(logits, axis=1) + margin(dtype))
-        shrink = jnp.exp2(largest - raised)
-        weights = jnp.exp2(logits - lax.broadcast_in_dim(raised, shape, [0]))
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        total = total * shrink + jnp.sum(weights, axis=1)
-        operand = weights.astype(dtype)
-        acc = warpgroups.product(operand, self.tiles.values(slot, lax.axis_index("warpgroup")), lambda: None, acc)
-        return acc, raised, total
+        logits = self.of_tokens(logits, entries)
+        return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
-    def bias(self, tile: Scalar, every: list[jax.Array]) -> jax.Array:
-        """0 for the tokens of a tile, -inf for what is no token: the columns of `plgpu.Layout.WGMMA`.
+    def store_weights(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: Sums) -> Carry:
+        """Stores the weights of a tile. Returns the results so far, rescaled where a logit raises the largest.
 
-        Where shared memory does not have it, each warp makes it of the table's entries for all rows.
+        As in `attention.softmax.raised`, they are rescaled only where a logit exceeds it by more than `HEADROOM`.
         """
-        kept = self.tiles.load_bias(tile)
-        if kept is not None:
-            return kept
+        logits = self.logits(segment, tile)
+        above = margin(self.dtype)
+        highest = jnp.max(logits, axis=1)
+
+        def raise_rows(acc: jax.Array, largest: jax.Array, total: jax.Array) -> Carry:
+            near = highest + above if self.problem.weight_dtype is None else reference(highest, above)
+            new = jnp.maximum(largest, near)
+            shrink = jnp.exp2(largest - new)
+            return self.rescale(tile, acc, shrink), new, total * shrink
+
+        is_raised = self.tiles.any(highest > sums.largest + np.float32(HEADROOM - above))
+        acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, sums.largest, sums.total)
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
+        exchange.store_weights(self.tiles.weights(self.slot(tile)), weights.astype(self.dtype))
+        return acc, largest, total + jnp.sum(weights, axis=1), jnp.maximum(sums.top, highest)
+
+    def rescaled(self, tile: Scalar, acc: jax.Array, is_raised: jax.Array) -> jax.Array:
+        """The results of the warpgroup that does not compute logits, rescaled where the other's are."""
+        rescaled: jax.Array = lax.cond(is_raised, lambda acc: self.rescale(tile, acc, None), lambda acc: acc, acc)
+        return rescaled
+
+    def rescale(self, tile: Scalar, acc: jax.Array, shrink: jax.Array | None) -> jax.Array:
+        """Results times a factor of each row, which the warpgroup of logits passes to the other."""
+        shared = self.tiles.weights(self.slot(tile))
+        if shrink is not None:
+            exchange.store_factors(shared, shrink)
+        self.tiles.wait_for_warpgroups()
+        if shrink is None:
+            shrink = exchange.load_factors(shared, ROWS)
+        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
+        self.tiles.wait_for_warpgroups()  # until weights may be stored there
+        return acc
+
+    def add_weighted(self, tile: Scalar, acc: jax.Array) -> jax.Array:
+        """Adds the weighted latents of a tile that are the warpgroup's."""
+        slot = self.slot(tile)
+        values = self.tiles.values(slot, lax.axis_index("warpgroup"))
+        return warpgroups.product(self.tiles.weights(slot), values, lambda: None, acc)
+
+    @property
+    def dtype(self) -> DType:
+        """That of latents and weights as operands."""
+        return np.dtype(self.tiles.latents.dtype)
+
+    def of_tokens(self, logits: jax.Array, entries: list[jax.Array]) -> jax.Array:
+        """Logits, -inf for what is no token by the block table's entries, which each warp has for all rows."""
         num_blocks, _ = self.pages()
-        low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in every)
-        row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
-        # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
-        bits = jnp.where(row < LANES, low, high) >> (row & 6)
-        is_token = bits >> (row & (LANES - 1 - 6)) & 1
-        return jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
+        low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries)
+
+        def mask(logits: jax.Array) -> jax.Array:
+            row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
+            # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
+            bits = jnp.where(row < LANES, low, high) >> (row & 6)
+            is_token = bits >> (row & (LANES - 1 - 6)) & 1
+            bias = jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
+            return logits + lax.broadcast_in_dim(bias, logits.shape, [1])
+
+        masked: jax.Array = lax.cond((low & high) != -1, mask, lambda logits: logits, logits)
+        return masked
 
     def masked(self, segment: Segment, tile: Scalar, logits: jax.Array) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see but others do."""
@@ -258,7 +318,8 @@ class LatentDecode:
 
     def finish(self, sequence: jax.Array, state: Carry, whole: jax.Array, part: jax.Array) -> None:
         """Stores the result of a sequence, or a part of it for the merge."""
-        acc, largest, total = state
+        acc, *sums = state
+        largest, total, top = sums
         warpgroup = lax.axis_index("warpgroup")
         stop = jnp.minimum(self.num_rows - self.first_row, ROWS)
 
@@ -269,22 +330,32 @@ class LatentDecode:
 
         @pl.when(whole)
         def store_result() -> None:
-            weight = jnp.where(total > 0, self.scale() / jnp.where(total > 0, total, 1.0), 0.0)
+            self.tiles.wait_for_warpgroups()  # until both have read the last weights
+            shared = self.tiles.weights(0)
+            pl.when(warpgroup == LOGITS)(lambda: exchange.store_factors(shared, self.weight(Sums(*sums))))
+            self.tiles.wait_for_warpgroups()
+            weight = exchange.load_factors(shared, ROWS)
             store(self.refs.out.at[:, warpgroup], acc * lax.broadcast_in_dim(weight, acc.shape, [0]), sequence)
             lse = (largest + jnp.log2(total)) * np.float32(1 / LOG2_E)
-            pl.when(warpgroup == 0)(functools.partial(store, self.refs.lse, lse, sequence))
+            pl.when(warpgroup == LOGITS)(functools.partial(store, self.refs.lse, lse, sequence))
 
         @pl.when(~whole)
         def store_part() -> None:
             store(self.refs.partial.at[:, warpgroup], acc * self.scale(), part)
 
-            @pl.when(warpgroup == 0)
+            @pl.when(warpgroup == LOGITS)
             def store_sums() -> None:
-                store(self.refs.partial_lse.at[:, 0], largest, part)
-                store(self.refs.partial_lse.at[:, 1], total, part)
-                if self.problem.sums > 2:
-                    # The largest weight is a power of two, which is not rounded.
-                    store(self.refs.partial_lse.at[:, 2], largest - margin(self.tiles.latents.dtype), part)
+                for i, value in enumerate((largest, total, top)[: self.problem.sums]):
+                    store(self.refs.partial_lse.at[:, i], value, part)
+
+    def weight(self, sums: Sums) -> jax.Array:
+        """What the result of each row is multiplied by."""
+        total = jnp.where(sums.total > 0, sums.total, 1.0)
+        weight = jnp.where(sums.total > 0, self.scale() / total, 0.0)
+        if self.problem.weight_dtype is None:
+            return weight
+        largest_weight = jnp.exp2(sums.top - sums.largest)
+        return weight * rounding(largest_weight, _rounded(largest_weight, self.dtype), sums.total)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Stores the range of thread blocks that have parts of a sequence."""
@@ -301,3 +372,16 @@ def end_group() -> None:
     """Ends a group of copies, of which interpret mode has none."""
     if not compat.interpreting():
         lanes.end_group_of_copies()
+
+
+def _of_rows(value: float) -> jax.Array:
+    return compat.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def _rounded(x: jax.Array, dtype: DType) -> jax.Array:
+    """`x` rounded to the precision of a dtype of 16 bits, within its normal range; jax 0.11 converts no single one."""
+    dropped = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    half = (1 << dropped - 1) - 1
+    bits = bits + half + (bits >> dropped & 1) & -1 << dropped
+    return lax.bitcast_convert_type(bits, jnp.float32)

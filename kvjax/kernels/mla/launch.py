@@ -47,12 +47,9 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         buffer, others, barriers = shared
         FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
         return
-    *of_tiles, last = shared
-    if not problem.spec.dtype.is_quantized:
-        LatentDecode(problem, config, refs, Tiles.of(problem.spec, tuple(shared)), None).run()
-        return
-    tiles = Tiles.of(problem.spec, tuple(of_tiles))
-    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, last, tiles)).run()
+    *packed, others = (shared[0], shared[1:]) if problem.spec.dtype.is_quantized else (shared,)
+    tiles = Tiles.of(problem.spec, tuple(others))
+    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, *packed, tiles) if packed else None).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: OutType = ()) -> Kernel:
@@ -65,7 +62,7 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, o
         grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
     else:
         packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
-        shared = scratch_types(spec) + packed
+        shared = packed + scratch_types(spec)
         grid, warpgroups = {"block": config.blocks, "rows": config.passes}, WARPGROUPS
     kernel: Kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),

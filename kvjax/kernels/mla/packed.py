@@ -1,6 +1,6 @@
 """Rows of quantized latents: their bytes in shared memory, and their decoding to a tile of 16 bits.
 
-Bytes of two tiles arrive ahead of the one tile of 16 bits, which all threads store while none multiplies. Eight threads
+Bytes of two tiles arrive ahead of the one tile of 16 bits, which both warpgroups store while none multiplies. Eight threads
 decode a row, in runs of 128 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block of
 `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have float32's
 range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
@@ -21,7 +21,7 @@ from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Scalar, ScratchType
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
-from kvjax.kernels.mla.tiles import AT_ONCE, OWN_ROWS, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles
+from kvjax.kernels.mla.tiles import AT_ONCE, LOTS, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles, rows_of_lot
 from kvjax.spec import AttentionSpec
 
 SLOTS = 2
@@ -61,18 +61,18 @@ class Packed:
     ref: Ref
     tiles: Tiles
 
-    def copy(self, slot: Scalar, number: int, source: Source) -> None:
-        """Starts copies of the bytes of the rows `own_rows()[number]` of a tile."""
+    def copy(self, slot: Scalar, lot: int, source: Source) -> None:
+        """Starts copies of the bytes of a lot of rows of a tile."""
         row_bytes = self.spec.bytes_per_token
         if compat.interpreting():
             first = (source.page * source.page_bytes + source.offset)[::PER_RUN]
             data = lax.bitcast_convert_type(source.ref[...], jnp.uint8).reshape(-1)
             rows = jnp.take(data, first[:, None] + jnp.arange(row_bytes), mode="clip")
             rows = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.uint8(0))
-            self.ref[slot, pl.ds(self._first_row(number), AT_ONCE)] = rows
+            self.ref[slot, pl.ds(lot * AT_ONCE, AT_ONCE)] = rows
             return
         chunk = self._chunk()
-        to = self._row_start(slot, number) + chunk * tiles.CHUNK
+        to = self._row_start(slot, lot) + chunk * tiles.CHUNK
         size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
         place = source.page, source.page_bytes, source.offset + chunk * tiles.CHUNK, size
         whole, rest = divmod(row_bytes, _COPIED)
@@ -87,62 +87,64 @@ class Packed:
         """Decodes the bytes of a slot, which have arrived for all threads, to the tile."""
         rank, _ = self.spec.part_sizes
         half = rank // WARPGROUPS
-        for number in range(OWN_ROWS // AT_ONCE):
+        own = LOTS // WARPGROUPS
+        for number in range(own):
+            lot = lax.axis_index("warpgroup") * own + number
             for start in range(0, rank, _RUN):
                 matrix, column = divmod(start, half)
-                pairs = self._latents(slot, number, start)
-                self._store(self.tiles.latents, (1, matrix), number, column, pairs)
+                pairs = self._latents(slot, lot, start)
+                self._store(self.tiles.latents, (1, matrix), lot, column, pairs)
             if self.tiles.rope is not None:
-                self._store(self.tiles.rope, (1,), number, 0, self._rope_keys(slot, number))
+                self._store(self.tiles.rope, (1,), lot, 0, self._rope_keys(slot, lot))
 
-    def _latents(self, slot: Scalar, number: int, start: int) -> list[jax.Array]:
+    def _latents(self, slot: Scalar, lot: Scalar, start: int) -> list[jax.Array]:
         """The thread's elements of the run of a latent from element `start` on, in pairs."""
         chunk = self._chunk()
         data, *scales = self.spec.regions[0]
         dtype = self.spec.parts[0].byte_format
         size = ELEMENTS * dtype.info.bits // 8
-        words = self._load(slot, number, chunk * size, data.base + start * dtype.info.bits // 8, size)
+        words = self._load(slot, lot, chunk * size, data.base + start * dtype.info.bits // 8, size)
         if dtype is KVCacheDType.NVFP4:
-            [scale] = self._load(slot, number, chunk, scales[0].base + start // ELEMENTS, 1)
+            [scale] = self._load(slot, lot, chunk, scales[0].base + start // ELEMENTS, 1)
             scale = scaled(from_e4m3(scale, 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
             both = lanes.both_halves(scale, 0)
             return [scaled(pair, both) for word in words for pair in e2m1_in_order(word)]
         pairs = [from_e4m3(word, i) for word in words for i in range(2)]
         if dtype is KVCacheDType.FP8_DS_MLA:
             block = start // (dtype.info.elements_per_scale or 1)
-            [scale] = self._load(slot, number, chunk * 0, scales[0].base + 4 * block, 4)
+            [scale] = self._load(slot, lot, chunk * 0, scales[0].base + 4 * block, 4)
             return [_scaled_to_bfloat16(pair, lanes.bits(scale, jnp.float32)) for pair in pairs]
         return pairs
 
-    def _rope_keys(self, slot: Scalar, number: int) -> list[jax.Array]:
+    def _rope_keys(self, slot: Scalar, lot: Scalar) -> list[jax.Array]:
         """The thread's elements of a rope key, in pairs."""
         [region] = self.spec.regions[1]
         chunk = self._chunk()
         is_chunk = chunk < region.row_bytes // tiles.CHUNK
-        words = self._load(slot, number, jnp.where(is_chunk, chunk * tiles.CHUNK, 0), region.base, tiles.CHUNK)
+        words = self._load(slot, lot, jnp.where(is_chunk, chunk * tiles.CHUNK, 0), region.base, tiles.CHUNK)
         if self.spec.parts[1] is KVCacheDType.BFLOAT16:
             return words
         return [from_e4m3(word, i) for word in words for i in range(2)]
 
-    def _load(self, slot: Scalar, number: int, offset: jax.Array, first: int, size: int) -> list[jax.Array]:
+    def _load(self, slot: Scalar, lot: Scalar, offset: jax.Array, first: int, size: int) -> list[jax.Array]:
         """Loads `size` bytes of each thread's row, from byte `first + offset` on, as words."""
         if compat.interpreting():
-            rows = self.ref.at[slot, pl.ds(self._first_row(number), AT_ONCE)]
+            rows = self.ref.at[slot, pl.ds(lot * AT_ONCE, AT_ONCE)]
             own = (lanes.thread_index() // PER_RUN) * self.spec.bytes_per_token
             return lanes.load_shared(rows, own + offset, size, first)
-        return lanes.load_shared(self.ref, self._row_start(slot, number) + offset, size, first)
+        return lanes.load_shared(self.ref, self._row_start(slot, lot) + offset, size, first)
 
-    def _store(self, ref: Ref, index: tuple[int, ...], number: int, column: int, pairs: list[jax.Array]) -> None:
+    def _store(self, ref: Ref, index: tuple[int, ...], lot: Scalar, column: int, pairs: list[jax.Array]) -> None:
         """Stores each thread's elements, those from `column` on being the first one's, to a matrix of `ref`."""
         width, count = ref.shape[-1], 2 * len(pairs)
         num_threads = min(PER_RUN, width // count)
         if compat.interpreting():
             elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype)
             elements = elements.reshape(AT_ONCE, PER_RUN * count)[:, : num_threads * count]
-            rows = pl.ds(self._first_row(number), AT_ONCE)
+            rows = pl.ds(lot * AT_ONCE, AT_ONCE)
             ref[(*index, rows, pl.ds(column, num_threads * count))] = elements
             return
-        chunk, row, row_bytes = self._chunk(), self.tiles.own_rows()[number], width * tiles.ITEMSIZE
+        chunk, row, row_bytes = self._chunk(), rows_of_lot(lot), width * tiles.ITEMSIZE
         matrix = index[0] * WARPGROUPS + index[1] if len(index) > 1 else index[0]
         group = (row >> 3) * (tiles.GROUP * row_bytes) + matrix * TOKENS * row_bytes
         for i in range(0, len(pairs), 4):
@@ -154,13 +156,10 @@ class Packed:
     def _chunk(self) -> jax.Array:
         return lanes.thread_index() & (PER_RUN - 1)
 
-    def _first_row(self, number: int) -> Scalar:
-        return lax.axis_index("warpgroup") * OWN_ROWS + number * AT_ONCE
-
-    def _row_start(self, slot: Scalar, number: int) -> jax.Array:
+    def _row_start(self, slot: Scalar, lot: Scalar) -> jax.Array:
         """The first byte of each thread's row."""
         row_bytes = self.spec.bytes_per_token
-        return self.tiles.own_rows()[number] * row_bytes + slot * (TOKENS * row_bytes)
+        return rows_of_lot(lot) * row_bytes + slot * (TOKENS * row_bytes)
 
 
 def _scaled_to_bfloat16(pair: jax.Array, scale: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """Rows of queries and of tokens in shared memory as `wgmma` reads them, and the copies that bring them there.
 
 A row is a latent and a rope key. Tiles of 64 rows are three matrices: the halves of the latents, each of which is the
-values of one warpgroup, and the rope keys. Threads copy 16 bytes each, to where the layout of `wgmma` has them
-(`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows a warpgroup at once. What is no row is zeros,
-so that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
+values of one warpgroup, and the rope keys. One warpgroup copies, 16 bytes a thread, to where the layout of `wgmma` has
+them (`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so that
+nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
+from kvjax.kernels.mla import exchange
 from kvjax.kernels.registers import LANES, THREADS
 from kvjax.spec import AttentionSpec
 
@@ -34,29 +35,32 @@ SLOTS = 2
 
 WARPGROUPS = 2
 
+LOGITS = 0
+"""The warpgroup that computes logits and weights."""
+
+COPIES = 1
+"""The warpgroup that copies, meanwhile."""
+
 PER_RUN = 8
 """Threads that copy a run of a row."""
 
 AT_ONCE = THREADS // PER_RUN
-"""Rows that a warpgroup copies at once."""
+"""Rows that a warpgroup copies at once: a lot of rows."""
 
-OWN_ROWS = ROWS // WARPGROUPS
-"""Rows that a warpgroup copies."""
-
-BIASES = 4
-"""Tiles of which it is known which tokens there are: copies may be two tiles ahead of products."""
-
-
-def keeps_bias(spec: AttentionSpec) -> bool:
-    """Whether shared memory has which tokens there are: rows of `fp8_ds_mla` of 656 bytes leave it less than 1 KB."""
-    return spec.dtype is not KVCacheDType.FP8_DS_MLA
+LOTS = ROWS // AT_ONCE
 
 
 def shared_bytes(spec: AttentionSpec) -> int:
     """Bytes of shared memory of a thread block, without those of `Packed`."""
     row_bytes = (size * tiles.ITEMSIZE for size in spec.part_sizes)  # a multiple of 32, so that tiles are aligned
-    bias_bytes = BIASES * TOKENS * 4 if keeps_bias(spec) else 0
-    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + bias_bytes
+    weights_bytes = 0 if _weights_replace_rope_keys(spec) else ROWS * TOKENS * tiles.ITEMSIZE
+    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + weights_bytes
+
+
+def _weights_replace_rope_keys(spec: AttentionSpec) -> bool:
+    """Whether weights are stored over the rope keys of their tile, which logits were the last to read."""
+    dtype, rope_dtype = operand_dtypes(spec)
+    return spec.part_sizes[1] == TOKENS and dtype == rope_dtype
 
 
 def num_slots(spec: AttentionSpec) -> int:
@@ -85,12 +89,12 @@ def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     shared: list[ScratchType] = [
         plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
     ]
-    if keeps_bias(spec):
-        shared.append(plgpu.SMEM((BIASES, TOKENS), jnp.float32))
     if rope:
         shared.append(tiles.shared(count, ROWS, rope, rope_dtype))
+    if not _weights_replace_rope_keys(spec):
+        shared.append(tiles.shared(1, ROWS, TOKENS, dtype))
     if compat.interpreting():
-        shared.append(plgpu.Barrier(num_arrivals=WARPGROUPS))
+        shared += [plgpu.Barrier(num_arrivals=WARPGROUPS), plgpu.SMEM((WARPGROUPS,), jnp.int32)]
     return shared
 
 
@@ -119,23 +123,25 @@ class Tiles:
 
     Attributes:
       latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
-      bias: float32 `[BIASES, TOKENS]`: 0, or -inf for tokens that are absent. None for dtypes that leave no room.
       rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
+      own_weights: `[1, 64, 64]`; None where weights are stored over the rope keys of a slot.
       all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
+      votes: in interpret mode int32 `[2]`, what each warpgroup has found; else None.
     """
 
     latents: Ref
-    bias: Ref | None
     rope: Ref | None
+    own_weights: Ref | None
     all_stored: Barriers
+    votes: Ref | None
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
         """Those of `scratch_types`."""
         latents, *others = refs
-        bias = others.pop(0) if keeps_bias(spec) else None
         rope = others.pop(0) if spec.part_sizes[1] else None
-        return cls(latents, bias, rope, others[0] if others else None)
+        weights = None if _weights_replace_rope_keys(spec) else others.pop(0)
+        return cls(latents, rope, weights, *(others or (None, None)))
 
     def matrices(self, index: Scalar) -> list[Ref]:
         """The matrices of a tile, along which keys are summed."""
@@ -146,47 +152,25 @@ class Tiles:
         """The values of a slot that are a warpgroup's."""
         return self.latents.at[slot + 1, warpgroup]
 
-    def own_rows(self) -> list[jax.Array]:
-        """The rows of a tile that each thread copies a part of, int32 `[128]` each."""
-        first = lax.axis_index("warpgroup") * OWN_ROWS
-        return [(lanes.thread_index() >> 3) + (first + later) for later in range(0, OWN_ROWS, AT_ONCE)]
+    def weights(self, slot: Scalar) -> Ref:
+        """The weights of the tokens of a slot."""
+        if self.own_weights is not None:
+            return self.own_weights.at[0]
+        assert self.rope is not None
+        return self.rope.at[slot + 1]
 
-    def rows_by_lane(self) -> list[jax.Array]:
-        """Rows of a tile, all of them in each warp, int32 `[128]` each."""
-        return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, TOKENS, LANES)]
-
-    def copy(self, index: Scalar, number: int, source: Source) -> None:
-        """Starts copies of the rows `own_rows()[number]` of a tile."""
+    def copy(self, index: Scalar, lot: int, source: Source) -> None:
+        """Starts copies of a lot of rows of a tile."""
         half = self.latents.shape[-1]
         if compat.interpreting():
-            start = lax.axis_index("warpgroup") * OWN_ROWS + number * AT_ONCE
             for i in range(WARPGROUPS):
-                _store_interpreted(self.latents, (index, i), start, i * half, source)
+                _store_interpreted(self.latents, (index, i), lot, i * half, source)
             if self.rope is not None:
-                _store_interpreted(self.rope, (index,), start, WARPGROUPS * half, source)
+                _store_interpreted(self.rope, (index,), lot, WARPGROUPS * half, source)
             return
-        _start_copies(self.latents, index, number, [0, half], source)
+        _start_copies(self.latents, index, lot, [0, half], source)
         if self.rope is not None:
-            _start_copies(self.rope, index, number, [WARPGROUPS * half], source)
-
-    def store_bias(self, tile: Scalar, number: int, is_row: jax.Array) -> None:
-        """Stores which of the rows `own_rows()[number]` are tokens, where shared memory keeps it."""
-        if self.bias is None:
-            return
-        slot = tile & (BIASES - 1)
-        bias = jnp.where(is_row, lanes.splat(0.0, jnp.float32), lanes.splat(-jnp.inf, jnp.float32))
-        if compat.interpreting():
-            start = lax.axis_index("warpgroup") * OWN_ROWS + number * AT_ONCE
-            self.bias[slot, pl.ds(start, AT_ONCE)] = bias[::PER_RUN]
-            return
-        row = self.own_rows()[number]
-        lanes.store_shared(self.bias, (row + slot * TOKENS) * 4, [bias], 4, (lanes.thread_index() & 7) == 0)
-
-    def load_bias(self, tile: Scalar) -> jax.Array | None:
-        """The bias of a tile's tokens, if shared memory keeps it: the columns of `plgpu.Layout.WGMMA`."""
-        if self.bias is None:
-            return None
-        return compat.load(self.bias.at[tile & (BIASES - 1)], plgpu.Layout.WGMMA.reduce(0))
+            _start_copies(self.rope, index, lot, [WARPGROUPS * half], source)
 
     def wait_for_warpgroups(self) -> None:
         """A barrier of all threads, after which what they have stored is where tensor cores see it."""
@@ -194,6 +178,17 @@ class Tiles:
             self.wait_for_copies()
         else:
             lanes.wait_before_copies()
+
+    def any(self, mask: jax.Array) -> jax.Array:
+        """Whether a row's bool holds in any warpgroup; a barrier of all threads."""
+        if not compat.interpreting():
+            return exchange.any_in_block(mask, WARPGROUPS * THREADS)
+        assert self.votes is not None
+        self.votes[lax.axis_index("warpgroup")] = jnp.any(mask).astype(jnp.int32)
+        self.wait_for_copies()
+        found = (self.votes[0] | self.votes[1]) != 0
+        self.wait_for_copies()
+        return found
 
     def wait_for_copies(self) -> None:
         """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
@@ -205,26 +200,35 @@ class Tiles:
             lanes.wait_for_copies_of_block()
 
 
-def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], start: Scalar, column: int, source: Source) -> None:
-    """Stores columns of rows, from `column` on, to rows of a matrix from `start` on."""
+def rows_of_lot(lot: Scalar) -> jax.Array:
+    """The rows of a tile in a lot, for each thread the one that it copies or decodes a part of, int32 `[128]`."""
+    return (lanes.thread_index() >> PER_RUN.bit_length() - 1) + lot * AT_ONCE
+
+
+def rows_by_lane() -> list[jax.Array]:
+    """Rows of a tile, all of them in each warp, int32 `[128]` each."""
+    return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, TOKENS, LANES)]
+
+
+def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: int, column: int, source: Source) -> None:
+    """Stores columns of rows, from `column` on, to a lot of rows of a matrix."""
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)
     first = (source.page * source.page_bytes + source.offset)[::PER_RUN] // tiles.ITEMSIZE + column
     rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
     rows = lax.bitcast_convert_type(rows, ref.dtype)  # rope keys may have a dtype of their own
-    ref[(*index, pl.ds(start, AT_ONCE))] = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype))
+    ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE))] = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype))
 
 
-def _start_copies(ref: Ref, index: Scalar, number: int, columns: list[int], source: Source) -> None:
+def _start_copies(ref: Ref, index: Scalar, lot: int, columns: list[int], source: Source) -> None:
     """Starts copies to the matrices of a tile, each of which has the columns of rows from one of `columns` on."""
     width = ref.shape[-1]
     swizzle, row_bytes = tiles.swizzle_of(width), width * tiles.ITEMSIZE
     thread = lanes.thread_index()
     chunk, in_group, group = thread & (PER_RUN - 1), (thread >> 3) & (tiles.GROUP - 1), thread >> 6
     to = tiles.offset(in_group, chunk * (tiles.CHUNK // tiles.ITEMSIZE), width) + group * (tiles.GROUP * row_bytes)
-    matrix = index * len(columns)
-    to = to + (matrix * ROWS + lax.axis_index("warpgroup") * OWN_ROWS) * row_bytes
-    firsts = [(i * ROWS + number * AT_ONCE) * row_bytes for i in range(len(columns))]
+    to = to + index * (len(columns) * ROWS * row_bytes)
+    firsts = [(i * ROWS + lot * AT_ONCE) * row_bytes for i in range(len(columns))]
     runs = [
         (first + run * tiles.GROUP * swizzle, column * tiles.ITEMSIZE + run * swizzle)
         for first, column in zip(firsts, columns, strict=True)
