@@ -28,7 +28,7 @@ class AttentionBenchmark(output.Program):
             # One row suffices for kvjax in XLA, which is ten times slower.
             once = dataclasses.replace(attends.KVJAX_IN_XLA, serves=lambda job: job.row is rows[0])
             peers = [once if peer is attends.KVJAX_IN_XLA else peer for peer in peers]
-        attends.measure(self, "attention", attends.jobs(rows, DTYPES.value), peers)
+        attends.measure(self, "attention", rows, DTYPES.value, peers)
 
 
 if __name__ == "__main__":

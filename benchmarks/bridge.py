@@ -125,13 +125,9 @@ def attention_calls() -> dict[str, Call]:
     cu_q_lens = torch.arange(DECODE_TOKENS + 1, dtype=torch.int32, device=device())
     cache, stored = (query, key_cache, value_cache), (EAGER_DTYPE.value, *scale_tensors())
     decode = functools.partial(kvjax_torch.paged_attention, *cache, table, seq_lens, *stored)
-    ragged = functools.partial(
-        kvjax_torch.ragged_paged_attention,
-        *(*cache, table, seq_lens, cu_q_lens, *stored),
-        max_q_len=1,
-        max_prompts=0,
-        decode_q_len=1,
-    )
+    limits = {"max_q_len": 1, "max_prompts": 0, "decode_q_len": 1}
+    step = *cache, table, seq_lens, cu_q_lens, *stored
+    ragged = functools.partial(kvjax_torch.ragged_paged_attention, *step, **limits)
     return {
         "paged_attention": decode,
         "paged_attention, out=": functools.partial(decode, out=out),

@@ -45,12 +45,8 @@ class GatherJob:
 
     @property
     def subject(self) -> dict[str, Any]:
-        return {
-            **self.case.subject(self.dtype, self.layout),
-            "num_seqs": self.num_seqs,
-            "seq_len": self.seq_len,
-            "num_tokens": self.num_seqs * self.seq_len,
-        }
+        sizes = {"num_seqs": self.num_seqs, "seq_len": self.seq_len, "num_tokens": self.num_seqs * self.seq_len}
+        return {**self.case.subject(self.dtype, self.layout), **sizes}
 
     @property
     def dense_bytes(self) -> int:

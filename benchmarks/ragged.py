@@ -16,7 +16,7 @@ class RaggedBenchmark(output.Program):
     def test_rows(self) -> None:
         default = output.by_device(gpu=shapes.RAGGED_ROWS, host=shapes.HOST_RAGGED_ROWS, smoke=shapes.HOST_RAGGED_ROWS)
         peers = compare.present(self.results, attends.STEP_PEERS, PEERS.value)
-        attends.measure(self, "ragged attention", attends.jobs(ROWS.value or default, DTYPES.value), peers)
+        attends.measure(self, "ragged attention", ROWS.value or default, DTYPES.value, peers)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kvjax
@@ -207,15 +207,9 @@ class ServeJob:
     @property
     def subject(self) -> dict[str, Any]:
         several = {"devices": self.devices} if DEVICES.value else {}
-        return {
-            "case": self.of.name,
-            **several,
-            "num_kv_heads": self.of.config.num_key_value_heads,
-            "head_size": self.of.config.head_dim,
-            "dtype": self.dtype,
-            "num_seqs": self.num_seqs,
-            "seq_len": self.of.seq_len,
-        }
+        heads = {"num_kv_heads": self.spec.num_kv_heads, "head_size": self.spec.head_size, "dtype": self.dtype}
+        sizes = {"num_seqs": self.num_seqs, "seq_len": self.of.seq_len}
+        return {"case": self.of.name, **several, **heads, **sizes}
 
     @property
     def bytes_moved(self) -> int:
@@ -238,22 +232,17 @@ def jobs(
     found = []
     for dtype in dtypes:
         most = of.most(dtype, exact_window, devices)
-        numbers = {of.same} if SAME_SEQS in rows else set()
-        numbers |= {most} if MAX_SEQS in rows else set()
-        numbers |= {number for number in of.others if number < most} if OTHERS in rows else set()
-        found += [ServeJob(of, dtype, number, exact_window, devices) for number in sorted(numbers)]
+        numbers = {SAME_SEQS: [of.same], MAX_SEQS: [most], OTHERS: [number for number in of.others if number < most]}
+        wanted = {number for row in rows for number in numbers.get(row, [])}
+        found += [ServeJob(of, dtype, number, exact_window, devices) for number in sorted(wanted)]
     return found
-
-
-@functools.cache
-def mesh(devices: int) -> Mesh | None:
-    """The devices that divide a model; None for one device."""
-    return None if devices == 1 else jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def placed(devices: int, *axes: str | None) -> NamedSharding | None:
     """Where arrays are that `axes` divide, without axes on every device; None on one device."""
-    return None if (over := mesh(devices)) is None else NamedSharding(over, P(*axes))
+    if devices == 1:
+        return None
+    return NamedSharding(jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,)), P(*axes))
 
 
 def by_heads(devices: int) -> NamedSharding | None:
@@ -281,18 +270,17 @@ def params(of: Scenario, devices: int) -> llama.Params:
 
 
 def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any, devices: int) -> Callable[..., Any]:
-    """A function of `(params, tokens, previous, step, caches)` or without `previous`, on the devices of `mesh`.
+    """A function of `(params, tokens, previous, step, caches)` or without `previous`, on several devices.
 
     It takes and returns caches; `out` is the spec of what it returns besides.
     """
-    over = mesh(devices)
-    if over is None:
+    if (everywhere := placed(devices)) is None:
         return run
     caches = jax.tree.map(lambda cache: cache.partition_specs, caches, is_leaf=lambda each: isinstance(each, KVCache))
 
     def call(*args: Any) -> Any:
         specs = llama.parameter_axes(config, AXIS), *[P()] * (len(args) - 2), caches
-        mapped: Any = jax.shard_map(run, mesh=over, in_specs=specs, out_specs=(out, caches), check_vma=False)
+        mapped: Any = jax.shard_map(run, mesh=everywhere.mesh, in_specs=specs, out_specs=(out, caches), check_vma=False)
         return mapped(*args)
 
     return call

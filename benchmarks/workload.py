@@ -85,13 +85,9 @@ class WriteJob:
 
     @property
     def subject(self) -> dict[str, Any]:
+        sizes = {"slots": self.slots, "num_tokens": self.num_tokens}
         cache = {} if self.num_blocks is None else {"cache_bytes": self.num_blocks * self.spec.page_size_bytes}
-        return {
-            **self.case.subject(self.dtype, self.layout),
-            "slots": self.slots,
-            "num_tokens": self.num_tokens,
-            **cache,
-        }
+        return {**self.case.subject(self.dtype, self.layout), **sizes, **cache}
 
     @property
     def bytes_moved(self) -> int:

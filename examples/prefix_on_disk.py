@@ -157,11 +157,19 @@ def prompt_of(question: int) -> list[int]:
     return np.concatenate(parts).tolist()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--question", type=int, default=1, help="seed of the end of a prompt")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    if given.question < 0:
+        parser.error(f"argument --question: got {given.question}, expected at least 0")
+    try:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(
+            f"argument folder: got {str(given.folder)!r}, expected a folder, or where one can be made: {error.strerror}"
+        )
     [tokens], computed = serve(given.folder, [prompt_of(given.question)])
     print(f"steps computed {computed} tokens, new are {tokens}")
 

@@ -95,7 +95,10 @@ class Speculator:
         self._draft, self._num_drafts, self._max_blocks = draft, num_drafts, max_blocks
 
     def generate(self, prompts: Sequence[Sequence[int]], num_new_tokens: int) -> list[list[int]]:
-        """Returns each prompt with its new tokens; `ValueError` for an empty prompt or a negative number of tokens."""
+        """Returns each prompt with its new tokens; `ValueError` for an empty prompt or a negative number of tokens.
+
+        `OutOfBlocksError` if the pool runs out of blocks. The blocks of the call are free afterwards in any case.
+        """
         if num_new_tokens < 0:
             raise ValueError(f"num_new_tokens: got {num_new_tokens}, expected at least 0")
         for index, prompt in enumerate(prompts):
@@ -103,7 +106,17 @@ class Speculator:
                 raise ValueError(f"prompts[{index}]: got no tokens, expected at least one")
         if not num_new_tokens:
             return [list(prompt) for prompt in prompts]
-        sequences = [self._pool.sequence(prompt) for prompt in prompts]
+        sequences: list[kvjax.PagedSequence] = []
+        try:
+            sequences += (self._pool.sequence(prompt) for prompt in prompts)
+            return self._continued(sequences, prompts, num_new_tokens)
+        finally:
+            for sequence in sequences:
+                sequence.free()
+
+    def _continued(
+        self, sequences: list[kvjax.PagedSequence], prompts: Sequence[Sequence[int]], num_new_tokens: int
+    ) -> list[list[int]]:
         known = [list(prompt) for prompt in prompts]
         for sequence, tokens in zip(sequences, known, strict=True):
             tokens.append(self._prefill(sequence, tokens))
@@ -113,8 +126,6 @@ class Speculator:
             found = self._verify([sequences[i] for i in running], new, rows=len(prompts))
             for i, tokens in zip(running, found, strict=True):
                 known[i] += tokens
-        for sequence in sequences:
-            sequence.free()
         return known
 
     def _drafted(self, known: list[int], most: int) -> list[int]:

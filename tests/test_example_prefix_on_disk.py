@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from examples.prefix_on_disk import PrefixFolder, prompt_of, serve
+from examples.prefix_on_disk import PrefixFolder, main, prompt_of, serve
 
 ROOT = Path(__file__).parents[1]
 NUM_PROMPT, NUM_NEW, BLOCK_SIZE = 55, 8, 8
@@ -37,6 +38,23 @@ def test_another_process_computes_only_what_follows_the_prefix(tmp_path):
     assert (len(expected[0]), num_computed) == (NUM_NEW, NUM_COMPUTED)
     with warnings.catch_warnings(action="error"):
         assert serve(tmp_path / "shared", [prompt_of(2)]) == (expected, NUM_COMPUTED - PREFIX_BLOCKS * BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "said"),
+    [
+        ("file", [], r"folder: got '.*file', expected a folder, or where one can be made: File exists"),
+        ("file/below", [], r"folder: got '.*below', expected a folder, or where one can be made: Not a directory"),
+        ("new", ["--question=-1"], "argument --question: got -1, expected at least 0"),
+        ("new", ["--question=x"], "argument --question: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_argument_ends_with_what_is_right(tmp_path, capsys, folder, options, said):
+    (tmp_path / "file").write_bytes(b"of someone")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / folder), *options])
+    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"of someone")]
 
 
 def cut(path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from examples import llama
 from examples.speculative import Draft, Speculator, lookup
-from kvjax import KVCacheValueError
+from kvjax import KVCacheValueError, OutOfBlocksError
 
 CONFIG = llama.ModelConfig(61, 32, 48, 2, 4, 2, 16)
 SPECS = {
@@ -94,6 +94,19 @@ def test_no_new_tokens_are_none_and_fewer_are_refused():
     assert (pool.num_free, pool.num_cached, made.num_steps) == (NUM_BLOCKS, 0, 0)
     with pytest.raises(ValueError, match="num_new_tokens: got -1, expected at least 0"):
         made.generate(PROMPTS, -1)
+
+
+@pytest.mark.parametrize("num_own", [20, 16], ids=["a prompt", "a step"])
+def test_a_pool_that_runs_out_of_blocks_keeps_none_of_them(num_own):
+    made, pool = speculator(None, lookup)
+    own = pool.sequence()
+    pool.append([own], [4 * num_own])
+    before = own.blocks.tolist()
+    with pytest.raises(OutOfBlocksError):
+        made.generate(PROMPTS, NUM_NEW)
+    assert (pool.num_free, own.blocks.tolist()) == (NUM_BLOCKS - num_own, before)
+    own.free()
+    assert made.generate(PROMPTS, NUM_NEW) == speculator(None, lookup)[0].generate(PROMPTS, NUM_NEW)
 
 
 def test_the_order_of_truncate_commit_and_free_before():

@@ -217,29 +217,33 @@ def test_other_gpus_are_served_by_torch(monkeypatch: pytest.MonkeyPatch):
     assert not ran
 
 
-@pytest.mark.parametrize(
-    ("name", "num_tokens", "size"),
-    [
-        ("query", 400, 4 * 40 * 32),
-        ("key", 400, 400 * 2 * 64),
-        ("value", 400, 400 * 2 * 48),
-        ("key", 100, 2 * (104 + kernels.PROMPT_TOKENS) * 32),  # as tiles, of which the last one may be empty
-    ],
-    ids=str,
-)
-def test_what_int32_does_not_index_is_refused_before_anything_is_written(
-    name: str, num_tokens: int, size: int, monkeypatch: pytest.MonkeyPatch
-):
-    """Counted from the first to after the last element: parts of projections lie further apart than they are long."""
+@pytest.mark.parametrize("num_tokens", [9, 70])
+def test_keys_that_lie_too_far_apart_for_int32_are_copied(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """As queries are: parts of wide rows lie further apart than they are long."""
+    far = torch.empty_strided((num_tokens, 2, 32), (2**30, 64, 1), dtype=torch.float16, device="meta")
+    assert dense_prompts._run(far).stride() == (64, 32, 1)
     ran = interpret_kernels(monkeypatch)
-    args = arrays(Lengths((40,), (num_tokens,)), np.float16, padding=(0, 0))
-    monkeypatch.setattr(choosing, "INT32_MAX", size - 1)
+    args = arrays(Lengths((3,), (num_tokens,)), np.float16)
     call = given(args)
-    if name == "value":
-        call["key"] = call["key"].contiguous()
-    out = torch.full((40, 4, 16), 7.0, dtype=torch.float16)
+    for name in ("key", "value"):
+        wide = torch.full((*call[name].shape[:2], 512), torch.nan, dtype=torch.float16)
+        call[name] = wide[..., : call[name].shape[2]].copy_(call[name])
+    monkeypatch.setattr(choosing, "INT32_MAX", 20_000)
+    check(args, kvjax_torch.ragged_attention(**call, return_lse=True), attention(args, True))
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_int32_does_not_index_is_refused_before_anything_is_written(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Of keys and values as tiles, of which the last one may be empty."""
+    size = 4 * 40 * 32 if name == "query" else 2 * (104 + kernels.PROMPT_TOKENS) * 32
+    ran = interpret_kernels(monkeypatch)
+    sizes = (16, 32) if name == "value" else (32, 16)
+    args = arrays(Lengths((40,), (100,)), np.float16, sizes=sizes, padding=(0, 0))
+    monkeypatch.setattr(choosing, "INT32_MAX", size - 1)
+    out = torch.full((40, 4, sizes[1]), 7.0, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match=rf"{name}: got {size} elements, expected at most {size - 1}"):
-        kvjax_torch.ragged_attention(**call, out=out)
+        kvjax_torch.ragged_attention(**given(args), out=out)
     assert (out == 7).all()
     assert not ran
 

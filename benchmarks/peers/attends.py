@@ -205,13 +205,15 @@ STEP_PEERS = (
 """The peers of attention in a server step."""
 
 
-def jobs(rows: Sequence[AttentionRow], dtypes: Sequence[KVCacheDType] | None) -> list[AttentionJob]:
-    """Returns the jobs of all rows and dtypes, which default to the timed ones."""
-    return [AttentionJob(row, dtype) for row in rows for dtype in dtypes or TIMED_DTYPES]
-
-
-def measure(test: output.Program, operation: str, jobs: Sequence[AttentionJob], peers: Sequence[AttentionPeer]) -> None:
-    """Measures attention with `compare_all`. Peers whose kernels are still being built come last."""
+def measure(
+    test: output.Program,
+    operation: str,
+    rows: Sequence[AttentionRow],
+    dtypes: Sequence[KVCacheDType] | None,
+    peers: Sequence[AttentionPeer],
+) -> None:
+    """Measures all rows in dtypes, by default the timed ones. Peers whose kernels are still being built come last."""
+    jobs = [AttentionJob(row, dtype) for row in rows for dtype in dtypes or TIMED_DTYPES]
     attends_flashinfer.build_ahead(jobs, peers)
     compile_ahead(jobs, peers)
     for is_built in (False, True):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from benchmarks import workload
-from benchmarks.peers.inputs import WriteInputs, WritePeer, check_dense, dense_poisoned
+from benchmarks.peers.inputs import WriteInputs, WritePeer
 from benchmarks.peers.peer import Peer, Run, by_turns, why_no_gpu, why_not_importable
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
@@ -74,16 +74,15 @@ def borrowed(batches: Sequence[workload.Batch]) -> list[list[Any]]:
 
 
 def index_copy_run(inputs: WriteInputs) -> Run:
-    arrays = dense_poisoned(inputs)
-    caches, store = [borrow(half).flatten(1) for half in arrays], _torch_store(inputs.job.spec)
-    scales = workload.SCALES
+    arrays, store = inputs.dense_poisoned(), _torch_store(inputs.job.spec)
+    halves = [borrow(half).flatten(1) for half in arrays]
 
     def write(key: Any, value: Any, slots: Any) -> None:
-        for cache, x, scale in zip(caches, (key, value), scales, strict=True):
-            cache.index_copy_(0, slots, store(x, scale))
+        for half, x, scale in zip(halves, (key, value), workload.SCALES, strict=True):
+            half.index_copy_(0, slots, store(x, scale))
 
     batches = [(key.flatten(1), value.flatten(1), slots.long()) for key, value, slots in borrowed(inputs.batches)]
-    return Run(by_turns(write, batches), lambda _: check_dense(arrays, inputs), wait)
+    return Run(by_turns(write, batches), lambda _: inputs.check(*arrays), wait)
 
 
 def token_pages(cache: KVCache) -> list[Any]:
@@ -94,17 +93,15 @@ def token_pages(cache: KVCache) -> list[Any]:
 
 
 def index_put_run(inputs: WriteInputs) -> Run:
-    cache = inputs.poisoned()
-    halves, store, scales = token_pages(cache), _torch_store(inputs.job.spec), workload.SCALES
+    cache, store = inputs.poisoned(), _torch_store(inputs.job.spec)
+    halves = token_pages(cache)
 
     def write(key: Any, value: Any, index: Any) -> None:
-        for half, x, scale in zip(halves, (key, value), scales, strict=True):
+        for half, x, scale in zip(halves, (key, value), workload.SCALES, strict=True):
             half.index_put_(index, store(x, scale))
 
-    batches = []
-    for key, value, slots in borrowed(inputs.batches):
-        batches.append((key, value, (slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE)))
-    return inputs.run(write, batches, cache, wait)
+    batches = [(*x, (slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE)) for *x, slots in borrowed(inputs.batches)]
+    return Run(by_turns(write, batches), lambda _: inputs.check(cache.kv), wait)
 
 
 def _serves_torch(job: WriteJob) -> bool:
@@ -131,8 +128,8 @@ def kvjax_writes(cache: KVCache, batches: Sequence[workload.Batch]) -> list[Call
 
 def kvjax_run(inputs: WriteInputs) -> Run:
     cache = inputs.poisoned()
-    writes = [(write,) for write in kvjax_writes(cache, inputs.batches)]
-    return inputs.exact_run(lambda write: write(), writes, cache, wait)
+    writes = kvjax_writes(cache, inputs.batches)
+    return Run(lambda number: writes[number % len(writes)](), lambda _: inputs.check(cache.kv, exact=True), wait)
 
 
 KVJAX: WritePeer = torch_peer("kvjax_torch", kvjax_run, lambda job: job.layout is CacheLayout.NHD, own=True)

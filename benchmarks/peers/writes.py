@@ -14,7 +14,7 @@ from jax import lax
 from benchmarks import compare, output, workload
 from benchmarks.peers import cuda, in_torch
 from benchmarks.peers.in_torch import INDEX_COPY, INDEX_PUT, borrow, borrowed
-from benchmarks.peers.inputs import WriteInputs, WritePeer, check_dense, dense_poisoned
+from benchmarks.peers.inputs import WriteInputs, WritePeer
 from benchmarks.peers.peer import Peer, Run, by_turns, own_peers
 from benchmarks.shapes import BLOCK_SIZE, Slots
 from benchmarks.workload import WriteJob
@@ -59,7 +59,7 @@ def _stored(x: jax.Array, scale: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 
 def scatter_run(inputs: WriteInputs) -> Run:
-    caches = dense_poisoned(inputs)
+    caches = inputs.dense_poisoned()
     scatter = jax.jit(functools.partial(_scatter, spec=inputs.job.spec), donate_argnums=0)
     compiled = scatter.lower(caches, inputs.batches[0], workload.scales()).compile()
 
@@ -68,7 +68,7 @@ def scatter_run(inputs: WriteInputs) -> Run:
         return caches
 
     facts = {"temporary_bytes": workload.temporary_bytes(compiled)}
-    return Run(by_turns(write, inputs.batches), lambda _: check_dense(caches, inputs), facts=facts)
+    return Run(by_turns(write, inputs.batches), lambda _: inputs.check(*caches), facts=facts)
 
 
 XLA_SCATTER = Peer[WriteJob, WriteInputs](
@@ -80,7 +80,8 @@ def cuda_run(inputs: WriteInputs, *, threads: cuda.ThreadCount) -> Run:
     cache = inputs.poisoned()
     jax.block_until_ready((cache, inputs.batches, workload.scales()))
     write = functools.partial(cuda.reshape_and_cache, cache=cache, threads=threads)
-    return inputs.exact_run(write, [(batch,) for batch in inputs.batches], cache, cuda.synchronize)
+    call = by_turns(write, [(batch,) for batch in inputs.batches])
+    return Run(call, lambda _: inputs.check(cache.kv, exact=True), cuda.synchronize)
 
 
 CUDA = Peer[WriteJob, WriteInputs](
@@ -92,10 +93,6 @@ CUDA = Peer[WriteJob, WriteInputs](
 CUDA_FITTED = dataclasses.replace(
     CUDA, name="CUDA fitted", prepare=functools.partial(cuda_run, threads=cuda.fitted_threads)
 )
-
-
-def flashinfer_run(inputs: WriteInputs) -> Run:
-    return (_flashinfer_nvfp4 if inputs.job.dtype is NVFP4 else _flashinfer_append)(inputs)
 
 
 def _flashinfer_append(inputs: WriteInputs) -> Run:
@@ -113,7 +110,7 @@ def _flashinfer_append(inputs: WriteInputs) -> Run:
     def write(key: Any, value: Any, slots: Any) -> None:
         page.append_paged_kv_cache(key, value, first_request, slots, *owners, kv_layout=layout)
 
-    return inputs.run(write, borrowed(inputs.batches), cache, in_torch.wait)
+    return Run(by_turns(write, borrowed(inputs.batches)), lambda _: inputs.check(cache.kv), in_torch.wait)
 
 
 def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
@@ -142,7 +139,7 @@ def _flashinfer_nvfp4(inputs: WriteInputs) -> Run:
 
 FLASHINFER: WritePeer = in_torch.torch_peer(
     "FlashInfer",
-    flashinfer_run,
+    lambda inputs: (_flashinfer_nvfp4 if inputs.job.dtype is NVFP4 else _flashinfer_append)(inputs),
     lambda job: job.dtype is NVFP4 or (job.dtype is KVCacheDType.BFLOAT16 and job.slots is not Slots.PADDED),
     library="flashinfer.page",
 )
@@ -151,7 +148,7 @@ PEERS = (KVJAX, KVJAX_ANY_SLOTS, KVJAX_IN_XLA, XLA_SCATTER, INDEX_COPY, INDEX_PU
 
 
 def measure(test: output.Program, operation: str, jobs: Sequence[WriteJob], peers: Sequence[WritePeer]) -> None:
-    """Measures writes with `compare_all`. Consecutive jobs share their tokens and slots."""
+    """Measures writes with `compare_all`. Consecutive jobs share their tokens."""
 
     @functools.lru_cache(maxsize=1)
     def tokens(*shared: Any) -> workload.Tokens:
@@ -159,12 +156,7 @@ def measure(test: output.Program, operation: str, jobs: Sequence[WriteJob], peer
         most = max(job.num_tokens for job in jobs if (job.case, job.slots, job.num_blocks) == shared)
         return workload.Tokens(case, most, slots, num_blocks)
 
-    @functools.lru_cache(maxsize=1)
-    def batches(num_tokens: int, of: workload.Tokens) -> list[workload.Batch]:
-        return of.batches(num_tokens)
-
     def make(job: WriteJob) -> WriteInputs:
-        of = tokens(job.case, job.slots, job.num_blocks)
-        return WriteInputs(job, of, batches(job.num_tokens, of))
+        return WriteInputs(job, tokens(job.case, job.slots, job.num_blocks))
 
     compare.compare_all(test, operation, jobs, peers, make)

@@ -27,8 +27,7 @@ def run_and_read(tmp_path: Path, program: str, *flags: str, devices: int = 1) ->
     # Most of a smoke run's time goes to compiling, and nobody reads its figures.
     environment = os.environ | ({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if "--smoke" in flags else {})
     if devices > 1:
-        environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert markdown_path.read_text() in done.stdout
@@ -39,14 +38,13 @@ def run_and_read(tmp_path: Path, program: str, *flags: str, devices: int = 1) ->
     assert "a-commit" not in written["environment"]["command"]
     for each in written["measurements"]:
         assert each.keys() >= {*EVERY_FIELD}
-        low, high = min(each["samples"]), max(each["samples"])
-        assert 0 < low <= each["seconds"] <= high
+        assert 0 < min(each["samples"]) <= each["seconds"] <= max(each["samples"])
     return written
 
 
-def assert_measures(tmp_path: Path, program: str, expected: Expected, *, devices: int = 1) -> set[str]:
+def assert_measures(tmp_path: Path, program: str, expected: Expected, *flags: str, devices: int = 1) -> set[str]:
     """Checks what a smoke run measures, of torch where it is there, and returns what it skipped."""
-    written = run_and_read(tmp_path, program, "--smoke", devices=devices)
+    written = run_and_read(tmp_path, program, "--smoke", *flags, devices=devices)
     has_torch = importlib.util.find_spec("torch") is not None
     measured = {(each["operation"], each["peer"], each.get("dtype")) for each in written["measurements"]}
     skipped = {each["what"] for each in written["skipped"]}

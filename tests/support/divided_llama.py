@@ -47,7 +47,7 @@ def main() -> None:
     part = functools.partial(logits, **serving.own_part(config, NUMBER))
     run = serving.divided(part, config, caches, jax.P(), NUMBER)
     placed = jax.tree.map(
-        lambda x, spec: jax.device_put(x, jax.NamedSharding(serving.mesh(NUMBER), spec)),
+        lambda x, spec: jax.device_put(x, serving.placed(NUMBER, *spec)),
         by_device(whole, config),
         llama.parameter_axes(config, serving.AXIS),
     )

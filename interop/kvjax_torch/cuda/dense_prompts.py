@@ -42,15 +42,13 @@ def attend(
     lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
     if not (num_tokens and key.shape[0]):
         return out.zero_(), lse.fill_(-torch.inf)
-    keys, values = _run(key), _run(value)
     sizes = {"query": num_tokens * num_heads * max(plan.spec.head_sizes)}
-    for name, rows in (("key", keys), ("value", values)):  # which need no less as tiles
-        tiles = rows.shape[1] * _head_rows(key.shape[0]) * rows.shape[2]
-        sizes[name] = max(rows.shape[0] * rows.stride(0), tiles)
+    for name, rows in (("key", key), ("value", value)):  # as tiles, which take no less than a copy
+        sizes[name] = rows.shape[1] * _head_rows(rows.shape[0]) * rows.shape[2]
     for name, size in sizes.items():
         if size > choosing.INT32_MAX:
             raise UnsupportedError(f"{name}: got {size} elements, expected at most {choosing.INT32_MAX}")
-    _launch(plan, tensors, (keys, values), out, lse)
+    _launch(plan, tensors, (_run(key), _run(value)), out, lse)
     return out, lse
 
 
@@ -122,13 +120,15 @@ def _head_rows(num_tokens: int) -> int:
 def _run(x: torch.Tensor) -> torch.Tensor:
     """Keys or values as kernels read them, `[num_tokens, num_heads, size]`, 16 bytes at once.
 
-    That is a copy if they are elsewhere, or if there are fewer than a program takes, of which others are zeros.
+    That is a copy if they are elsewhere or further apart than int32 indexes, or if there are fewer than a program
+    takes, of which others are zeros.
     """
     num_tokens, num_heads, size = x.shape
     token_stride, head_stride, stride = x.stride()
     reach = (num_heads - 1) * head_stride + size
     places = x.data_ptr() | token_stride * x.element_size() | head_stride * x.element_size()
-    if stride != 1 or token_stride < reach or places % kernels.MAX_VECTOR_BYTES:
+    is_near = reach <= token_stride <= choosing.INT32_MAX // max(num_tokens, kernels.TILE_TOKENS)
+    if stride != 1 or not is_near or places % kernels.MAX_VECTOR_BYTES:
         x = x.clone(memory_format=torch.contiguous_format)
         token_stride, head_stride, _ = x.stride()
     if num_tokens >= kernels.TILE_TOKENS:
