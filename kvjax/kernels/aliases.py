@@ -88,3 +88,6 @@ Kernel = Callable[..., Any]
 
 Carry = Any
 """What a loop carries: a pytree of scalars and registers."""
+
+type Registers = list[jax.Array]
+"""Registers of each thread, `[128]` each."""

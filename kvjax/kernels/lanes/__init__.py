@@ -21,6 +21,7 @@ from kvjax.kernels.lanes.access import store_shared as store_shared
 from kvjax.kernels.lanes.copies import Chunks as Chunks
 from kvjax.kernels.lanes.copies import Copy as Copy
 from kvjax.kernels.lanes.copies import arrive_as_warp as arrive_as_warp
+from kvjax.kernels.lanes.copies import arrive_for_warps as arrive_for_warps
 from kvjax.kernels.lanes.copies import arrive_with_copies as arrive_with_copies
 from kvjax.kernels.lanes.copies import copy_async as copy_async
 from kvjax.kernels.lanes.copies import copy_bulk as copy_bulk

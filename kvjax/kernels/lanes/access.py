@@ -81,8 +81,9 @@ def store_shared(
     size: int,
     condition: jax.Array,
     transforms: Transforms = (),
+    immediate: int = 0,
 ) -> None:
-    """Stores `size` bytes (1, or 4 for each of `words`) at byte `offsets` of shared memory where `condition` holds.
+    """Stores `size` bytes (1, or 4 for each of `words`) at `offsets + immediate` of shared memory if `condition` holds.
 
     `transforms` are those of `ref`, which interpret mode lacks.
     """
@@ -90,7 +91,7 @@ def store_shared(
         data = lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.uint8).reshape(THREADS, -1)
         flat = ref[...]
         data = lax.slice_in_dim(data, 0, size, axis=1)
-        index = jnp.where(condition[:, None], byte_indices(offsets, size), flat.shape[0])
+        index = jnp.where(condition[:, None], byte_indices(offsets + immediate, size), flat.shape[0])
         ref[...] = flat.at[index].set(data, mode="drop")
         return
 
@@ -99,7 +100,8 @@ def store_shared(
         operands = ", ".join(f"${i + 2}" for i in range(len(words)))
         kind = {1: "u8", 2: "u16"}.get(size, {1: "b32", 2: "v2.b32", 4: "v4.b32"}[len(words)])
         value = f"{{{operands}}}" if len(words) > 1 else operands
-        code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.{kind} [$0], {value}; }}"
+        known = f"+{immediate}" if immediate else ""
+        code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.shared.{kind} [$0{known}], {value}; }}"
         ptx.inline(code, [address, to_word(condition), *map(to_word, words)], [], side_effects=True)
 
     types = plgpu.RefType(transforms), LAYOUT, LAYOUT, *((LAYOUT,) * len(words))

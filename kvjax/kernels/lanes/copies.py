@@ -69,6 +69,11 @@ def wait_for_warps(group: jax.Array, warps: int) -> None:
     plgpu.inline_mgpu(arg_types=(LAYOUT,))(run)(group + FIRST_BARRIER)
 
 
+def arrive_for_warps(group: int, warps: int) -> None:
+    """Arrives at a barrier of `wait_for_warps` without waiting; tensor cores then see what threads have stored."""
+    _statement(f"fence.proxy.async.shared::cta; bar.arrive {group + FIRST_BARRIER}, {warps * LANES};")
+
+
 def end_group_of_copies() -> None:
     """Makes each thread's `copy_or_clear` since the last call a group, which may be empty."""
     _statement("cp.async.commit_group;")

@@ -123,24 +123,26 @@ class LatentDecode:
 
         def body(i: jax.Array, carry: Carry) -> Carry:
             entries, acc, *sums = carry
-            self.wait_for_tile(first + i)
+            tile = first + i
+            if self.packed is not None:
+                self.packed.decode(tile & (SLOTS - 1))
+                self.tiles.wait_for_warpgroups()
 
             def copy() -> Carry:
-                pl.when(i + ahead < count)(lambda: self.copy_tile(first + i + ahead, entries))
+                pl.when(i + ahead < count)(lambda: self.copy_tile(tile + ahead, entries))
                 if self.packed is not None:
                     end_group()
-                following = self.entries(segment, first + i + ahead + 1)
-                is_raised = self.tiles.any(_of_rows(0) != 0)
-                return following, self.rescaled(first + i, acc, is_raised), *sums
+                following = self.entries(segment, tile + ahead + 1)
+                return following, self.follow(tile, acc), *sums
 
-            def weigh() -> Carry:
-                return entries, *self.store_weights(segment, first + i, acc, Sums(*sums))
+            def lead() -> Carry:
+                return entries, *self.lead(segment, tile, acc, Sums(*sums))
 
-            entries, acc, *sums = lax.cond(warpgroup == COPIES, copy, weigh)
-            self.tiles.wait_for_warpgroups()
-            return entries, self.add_weighted(first + i, acc), *sums
+            return tuple(lax.cond(warpgroup == COPIES, copy, lead))
 
-        _, *state = lax.fori_loop(0, count, body, (self.entries(segment, first + ahead), acc, *sums))
+        entries = self.entries(segment, first + ahead)
+        self.wait_for_tile()
+        _, *state = lax.fori_loop(0, count, body, (entries, acc, *sums))
         return state, cursor
 
     def copy_first(self, sequence: jax.Array, segment: Segment, first: jax.Array, count: jax.Array) -> None:
@@ -156,15 +158,13 @@ class LatentDecode:
         """The slot of a tile of 16 bits."""
         return jnp.int32(0) if self.packed is not None else tile & (SLOTS - 1)
 
-    def wait_for_tile(self, tile: Scalar) -> None:
-        """Waits until a tile is in its slot, and all warpgroups are done with the tile before."""
+    def wait_for_tile(self) -> None:
+        """Waits until the next tile has arrived, and the other warpgroup is done with the one before."""
         if self.packed is None:
             self.tiles.wait_for_copies()
             return
         if not compat.interpreting():
             lanes.wait_for_own_copies(1)
-        self.tiles.wait_for_warpgroups()
-        self.packed.decode(tile & (SLOTS - 1))
         self.tiles.wait_for_warpgroups()
 
     def copy_query(self, sequence: jax.Array) -> None:
@@ -231,10 +231,10 @@ class LatentDecode:
         logits = self.of_tokens(logits, entries)
         return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
-    def store_weights(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: Sums) -> Carry:
-        """Stores the weights of a tile. Returns the results so far, rescaled where a logit raises the largest.
+    def lead(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: Sums) -> Carry:
+        """Computes a tile's weights, which the other warpgroup waits for, and adds its own weighted latents.
 
-        As in `attention.softmax.raised`, they are rescaled only where a logit exceeds it by more than `HEADROOM`.
+        As in `attention.softmax.raised`, results are rescaled only where a logit exceeds the largest by `HEADROOM`.
         """
         logits = self.logits(segment, tile)
         above = margin(self.dtype)
@@ -249,13 +249,27 @@ class LatentDecode:
         is_raised = self.tiles.any(highest > sums.largest + np.float32(HEADROOM - above))
         acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, sums.largest, sums.total)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
-        exchange.store_weights(self.tiles.weights(self.slot(tile)), weights.astype(self.dtype))
-        return acc, largest, total + jnp.sum(weights, axis=1), jnp.maximum(sums.top, highest)
+        operand = weights.astype(self.dtype)
+        exchange.store_weights(self.tiles.weights(self.slot(tile)), operand)
+        self.tiles.announce()
+        total += jnp.sum(weights, axis=1)
+        top = jnp.maximum(sums.top, highest)
+        acc = warpgroups.product(operand, self.tiles.values(self.slot(tile), LOGITS), lambda: None, acc)
+        self.wait_for_tile()
+        return acc, largest, total, top
 
-    def rescaled(self, tile: Scalar, acc: jax.Array, is_raised: jax.Array) -> jax.Array:
-        """The results of the warpgroup that does not compute logits, rescaled where the other's are."""
-        rescaled: jax.Array = lax.cond(is_raised, lambda acc: self.rescale(tile, acc, None), lambda acc: acc, acc)
-        return rescaled
+    def follow(self, tile: Scalar, acc: jax.Array) -> jax.Array:
+        """Waits for a tile's weights, and adds the weighted latents of the warpgroup that has none of its own."""
+        is_raised = self.tiles.any(_of_rows(0) != 0)
+        acc = lax.cond(is_raised, lambda acc: self.rescale(tile, acc, None), lambda acc: acc, acc)
+        self.tiles.wait_for_announcement()
+        slot = self.slot(tile)
+        operands = self.tiles.weights(slot), self.tiles.values(slot, COPIES)
+        if self.packed is None:  # the next tile is in another slot
+            return warpgroups.product(*operands, self.wait_for_tile, acc)
+        acc = warpgroups.product(*operands, lambda: None, acc)
+        self.wait_for_tile()
+        return acc
 
     def rescale(self, tile: Scalar, acc: jax.Array, shrink: jax.Array | None) -> jax.Array:
         """Results times a factor of each row, which the warpgroup of logits passes to the other."""
@@ -268,12 +282,6 @@ class LatentDecode:
         acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
         self.tiles.wait_for_warpgroups()  # until weights may be stored there
         return acc
-
-    def add_weighted(self, tile: Scalar, acc: jax.Array) -> jax.Array:
-        """Adds the weighted latents of a tile that are the warpgroup's."""
-        slot = self.slot(tile)
-        values = self.tiles.values(slot, lax.axis_index("warpgroup"))
-        return warpgroups.product(self.tiles.weights(slot), values, lambda: None, acc)
 
     @property
     def dtype(self) -> DType:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels import lanes
-from kvjax.kernels.aliases import Ref
+from kvjax.kernels.aliases import Ref, Registers
 from kvjax.kernels.attention.keys import KeyRows
 from kvjax.kernels.attention.loop import StageLoop, StageTokens
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
@@ -49,8 +49,6 @@ from kvjax.kernels.registers import LANES
 
 CHUNK = 4
 """Registers that a thread loads at once."""
-
-type Registers = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Rows of quantized latents: their bytes in shared memory, and their decoding to a tile of 16 bits.
 
-Bytes of two tiles arrive ahead of the one tile of 16 bits, which both warpgroups store while none multiplies. Eight threads
-decode a row, in runs of 128 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block of
-`fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have float32's
+Bytes of two tiles arrive ahead of the one tile of 16 bits, which both warpgroups store while none multiplies. Four
+threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block
+of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have float32's
 range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
 """
 
@@ -19,18 +19,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
-from kvjax.kernels.aliases import Ref, Scalar, ScratchType
+from kvjax.kernels.aliases import Ref, Registers, Scalar, ScratchType
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
-from kvjax.kernels.mla.tiles import AT_ONCE, LOTS, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles, rows_of_lot
+from kvjax.kernels.mla.tiles import AT_ONCE, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles, rows_of_lot
 from kvjax.spec import AttentionSpec
 
 SLOTS = 2
 """Tiles of bytes in shared memory."""
 
 ELEMENTS = 16
-"""Elements of a latent that a thread decodes at once."""
+"""Elements of a run that a thread decodes: a block of NVFP4."""
 
-_RUN = PER_RUN * ELEMENTS
+SHARERS = 4
+"""Threads that decode a row."""
+
+OWN_ROWS = TOKENS // WARPGROUPS
+"""Rows that a warpgroup decodes."""
+
+_RUN = SHARERS * ELEMENTS
+"""Elements that are decoded at once: 128 bytes of 16-bit elements, as the layout of `wgmma` divides rows."""
+
 _COPIED = PER_RUN * tiles.CHUNK
 
 _E2M1_FACTORS = int(np.float16(E2M1_FACTOR).view(np.uint16)) * 0x10001
@@ -71,8 +79,8 @@ class Packed:
             rows = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.uint8(0))
             self.ref[slot, pl.ds(lot * AT_ONCE, AT_ONCE)] = rows
             return
-        chunk = self._chunk()
-        to = self._row_start(slot, lot) + chunk * tiles.CHUNK
+        chunk = lanes.thread_index() & (PER_RUN - 1)
+        to = rows_of_lot(lot) * row_bytes + slot * (TOKENS * row_bytes) + chunk * tiles.CHUNK
         size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
         place = source.page, source.page_bytes, source.offset + chunk * tiles.CHUNK, size
         whole, rest = divmod(row_bytes, _COPIED)
@@ -85,81 +93,103 @@ class Packed:
 
     def decode(self, slot: Scalar) -> None:
         """Decodes the bytes of a slot, which have arrived for all threads, to the tile."""
-        rank, _ = self.spec.part_sizes
+        rank, rope = self.spec.part_sizes
         half = rank // WARPGROUPS
-        own = LOTS // WARPGROUPS
-        for number in range(own):
-            lot = lax.axis_index("warpgroup") * own + number
-            for start in range(0, rank, _RUN):
-                matrix, column = divmod(start, half)
-                pairs = self._latents(slot, lot, start)
-                self._store(self.tiles.latents, (1, matrix), lot, column, pairs)
-            if self.tiles.rope is not None:
-                self._store(self.tiles.rope, (1,), lot, 0, self._rope_keys(slot, lot))
+        starts = range(0, rank, _RUN)
+        # All are loaded before any is stored: the compiler knows no better than that a store may change what is loaded.
+        loaded = [self._load_latents(slot, start) for start in starts]
+        rope_keys = self._load_rope_keys(slot) if rope else []
+        for start, registers in zip(starts, loaded, strict=True):
+            matrix, column = divmod(start, half)
+            self._store(self.tiles.latents, (1, matrix), column, self._latents(registers))
+        if self.tiles.rope is not None:
+            of_bytes = self.spec.parts[1] is not KVCacheDType.BFLOAT16
+            self._store(self.tiles.rope, (1,), 0, _from_bytes(rope_keys) if of_bytes else rope_keys)
 
-    def _latents(self, slot: Scalar, lot: Scalar, start: int) -> list[jax.Array]:
-        """The thread's elements of the run of a latent from element `start` on, in pairs."""
-        chunk = self._chunk()
+    def _load_latents(self, slot: Scalar, start: int) -> Registers:
+        """The bytes of the thread's elements of the run of a latent from element `start` on, and their scale."""
         data, *scales = self.spec.regions[0]
-        dtype = self.spec.parts[0].byte_format
+        dtype, chunk = self._dtype, _chunk()
         size = ELEMENTS * dtype.info.bits // 8
-        words = self._load(slot, lot, chunk * size, data.base + start * dtype.info.bits // 8, size)
+        words = self._load(slot, chunk * size, data.base + start * dtype.info.bits // 8, size)
         if dtype is KVCacheDType.NVFP4:
-            [scale] = self._load(slot, lot, chunk, scales[0].base + start // ELEMENTS, 1)
+            words += self._load(slot, chunk, scales[0].base + start // ELEMENTS, 1)
+        elif dtype is KVCacheDType.FP8_DS_MLA:
+            block = start // (dtype.info.elements_per_scale or 1)
+            words += self._load(slot, chunk * 0, scales[0].base + 4 * block, 4)
+        return words
+
+    def _latents(self, loaded: Registers) -> Registers:
+        """The elements of what `_load_latents` has loaded, in pairs."""
+        if self._dtype is KVCacheDType.NVFP4:
+            *words, scale = loaded
             scale = scaled(from_e4m3(scale, 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
             both = lanes.both_halves(scale, 0)
             return [scaled(pair, both) for word in words for pair in e2m1_in_order(word)]
-        pairs = [from_e4m3(word, i) for word in words for i in range(2)]
-        if dtype is KVCacheDType.FP8_DS_MLA:
-            block = start // (dtype.info.elements_per_scale or 1)
-            [scale] = self._load(slot, lot, chunk * 0, scales[0].base + 4 * block, 4)
-            return [_scaled_to_bfloat16(pair, lanes.bits(scale, jnp.float32)) for pair in pairs]
-        return pairs
+        if self._dtype is KVCacheDType.FP8_DS_MLA:
+            *words, scale = loaded
+            return [_scaled_to_bfloat16(pair, lanes.bits(scale, jnp.float32)) for pair in _from_bytes(words)]
+        return _from_bytes(loaded)
 
-    def _rope_keys(self, slot: Scalar, lot: Scalar) -> list[jax.Array]:
-        """The thread's elements of a rope key, in pairs."""
+    @property
+    def _dtype(self) -> KVCacheDType:
+        return self.spec.parts[0].byte_format
+
+    def _load_rope_keys(self, slot: Scalar) -> Registers:
+        """The bytes of the thread's elements of a rope key, of which some threads may have none."""
         [region] = self.spec.regions[1]
-        chunk = self._chunk()
-        is_chunk = chunk < region.row_bytes // tiles.CHUNK
-        words = self._load(slot, lot, jnp.where(is_chunk, chunk * tiles.CHUNK, 0), region.base, tiles.CHUNK)
-        if self.spec.parts[1] is KVCacheDType.BFLOAT16:
-            return words
-        return [from_e4m3(word, i) for word in words for i in range(2)]
+        size = ELEMENTS * region.row_bytes // self.spec.part_sizes[1]
+        offset = _chunk() * size
+        offset = jnp.where(offset < region.row_bytes, offset, 0)
+        return [
+            word
+            for first in range(0, size, tiles.CHUNK)
+            for word in self._load(slot, offset, region.base + first, min(size, tiles.CHUNK))
+        ]
 
-    def _load(self, slot: Scalar, lot: Scalar, offset: jax.Array, first: int, size: int) -> list[jax.Array]:
+    def _load(self, slot: Scalar, offset: jax.Array, first: int, size: int) -> Registers:
         """Loads `size` bytes of each thread's row, from byte `first + offset` on, as words."""
-        if compat.interpreting():
-            rows = self.ref.at[slot, pl.ds(lot * AT_ONCE, AT_ONCE)]
-            own = (lanes.thread_index() // PER_RUN) * self.spec.bytes_per_token
-            return lanes.load_shared(rows, own + offset, size, first)
-        return lanes.load_shared(self.ref, self._row_start(slot, lot) + offset, size, first)
-
-    def _store(self, ref: Ref, index: tuple[int, ...], lot: Scalar, column: int, pairs: list[jax.Array]) -> None:
-        """Stores each thread's elements, those from `column` on being the first one's, to a matrix of `ref`."""
-        width, count = ref.shape[-1], 2 * len(pairs)
-        num_threads = min(PER_RUN, width // count)
-        if compat.interpreting():
-            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype)
-            elements = elements.reshape(AT_ONCE, PER_RUN * count)[:, : num_threads * count]
-            rows = pl.ds(lot * AT_ONCE, AT_ONCE)
-            ref[(*index, rows, pl.ds(column, num_threads * count))] = elements
-            return
-        chunk, row, row_bytes = self._chunk(), rows_of_lot(lot), width * tiles.ITEMSIZE
-        matrix = index[0] * WARPGROUPS + index[1] if len(index) > 1 else index[0]
-        group = (row >> 3) * (tiles.GROUP * row_bytes) + matrix * TOKENS * row_bytes
-        for i in range(0, len(pairs), 4):
-            element = chunk * count + (column + 2 * i)
-            to = group + tiles.offset(row & (tiles.GROUP - 1), element, width)
-            transforms = tiles.transforms_of(width)
-            lanes.store_shared(ref, to, pairs[i : i + 4], tiles.CHUNK, chunk < num_threads, transforms)
-
-    def _chunk(self) -> jax.Array:
-        return lanes.thread_index() & (PER_RUN - 1)
-
-    def _row_start(self, slot: Scalar, lot: Scalar) -> jax.Array:
-        """The first byte of each thread's row."""
         row_bytes = self.spec.bytes_per_token
-        return rows_of_lot(lot) * row_bytes + slot * (TOKENS * row_bytes)
+        if compat.interpreting():
+            rows = self.ref.at[slot, pl.ds(lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)]
+            return lanes.load_shared(rows, (lanes.thread_index() // SHARERS) * row_bytes + offset, size, first)
+        start = _own_row() * row_bytes + slot * (TOKENS * row_bytes)
+        return lanes.load_shared(self.ref, start + offset, size, first)
+
+    def _store(self, ref: Ref, index: tuple[int, ...], column: int, pairs: Registers) -> None:
+        """Stores each thread's elements to a matrix of `ref`, in the run from `column` on."""
+        width = ref.shape[-1]
+        run = min(_RUN, width)
+        if compat.interpreting():
+            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(OWN_ROWS, _RUN)
+            rows = pl.ds(lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)
+            ref[(*index, rows, pl.ds(column, run))] = elements[:, :run]
+            return
+        row, row_bytes = _own_row(), width * tiles.ITEMSIZE
+        matrix = index[0] * WARPGROUPS + index[1] if len(index) > 1 else index[0]
+        # Rows of two neighbours and the four chunks that their threads store at once lie in different banks.
+        immediate = matrix * TOKENS * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
+        for i in range(0, len(pairs), 4):
+            to = tiles.offset(row & (tiles.GROUP - 1), _chunk() * ELEMENTS + 2 * i, width)
+            to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes)
+            is_stored = _chunk() < run // ELEMENTS
+            chunk = pairs[i : i + 4]
+            lanes.store_shared(ref, to, chunk, tiles.CHUNK, is_stored, tiles.transforms_of(width), immediate)
+
+
+def _chunk() -> jax.Array:
+    """Which elements of a run each thread has."""
+    return lanes.thread_index() & (SHARERS - 1)
+
+
+def _own_row() -> jax.Array:
+    """The row that each thread decodes a part of."""
+    return (lanes.thread_index() >> SHARERS.bit_length() - 1) + lax.axis_index("warpgroup") * OWN_ROWS
+
+
+def _from_bytes(words: Registers) -> Registers:
+    """Pairs of float16 of words of e4m3."""
+    return [from_e4m3(word, half) for word in words for half in range(2)]
 
 
 def _scaled_to_bfloat16(pair: jax.Array, scale: jax.Array) -> jax.Array:

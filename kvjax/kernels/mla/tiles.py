@@ -17,11 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
 from kvjax.kernels.mla import exchange
-from kvjax.kernels.registers import LANES, THREADS
+from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.spec import AttentionSpec
 
 ROWS = 64
@@ -40,6 +39,9 @@ LOGITS = 0
 
 COPIES = 1
 """The warpgroup that copies, meanwhile."""
+
+WEIGHTS_STORED = 0
+"""The barrier of `Tiles.announce`."""
 
 PER_RUN = 8
 """Threads that copy a run of a row."""
@@ -179,6 +181,20 @@ class Tiles:
         else:
             lanes.wait_before_copies()
 
+    def announce(self) -> None:
+        """Tells the other warpgroup that what this one has stored is where tensor cores see it."""
+        if compat.interpreting():
+            self.wait_for_copies()
+        else:
+            lanes.arrive_for_warps(WEIGHTS_STORED, WARPGROUPS * WARPS)
+
+    def wait_for_announcement(self) -> None:
+        """Waits for `announce`."""
+        if compat.interpreting():
+            self.wait_for_copies()
+        else:
+            lanes.wait_for_warps(lanes.splat(WEIGHTS_STORED, jnp.int32), WARPGROUPS * WARPS)
+
     def any(self, mask: jax.Array) -> jax.Array:
         """Whether a row's bool holds in any warpgroup; a barrier of all threads."""
         if not compat.interpreting():
@@ -217,7 +233,9 @@ def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: int, column: in
     first = (source.page * source.page_bytes + source.offset)[::PER_RUN] // tiles.ITEMSIZE + column
     rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
     rows = lax.bitcast_convert_type(rows, ref.dtype)  # rope keys may have a dtype of their own
-    ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE))] = jnp.where(source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype))
+    ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE))] = jnp.where(
+        source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype)
+    )
 
 
 def _start_copies(ref: Ref, index: Scalar, lot: int, columns: list[int], source: Source) -> None:
