@@ -129,6 +129,7 @@ def attention_calls(
     max_blocks = choosing.most_blocks(spec, width)
     decode, merge, workspace = kernels_of_call(plan, tensors)
     query = _query(_operand(query, spec, decode))
+    queries = (query, *_rope_queries(query, spec, decode))
     block_table, table_stride = choosing.table(block_table, num_blocks)
     seq_lens = choosing.int32(seq_lens, 0, choosing.INT32_MAX)
     out = query.new_empty((*query.shape[:3], spec.head_size_v), dtype=plan.dtype) if out is None else out
@@ -140,7 +141,7 @@ def attention_calls(
     pages = _rows(key_cache, spec), value_cache, *scales
     counts = num_seqs, max_blocks, min(num_blocks, choosing.INT32_MAX), table_stride, *_token_strides(query)
     return (
-        Call(decode, counts, (seq_lens, block_table, query, *pages, *sink, out, lse, *between), num_seqs),
+        Call(decode, counts, (seq_lens, block_table, *queries, *pages, *sink, out, lse, *between), num_seqs),
         Call(merge, (max_blocks,), (seq_lens, *sink, *between, out, lse), num_seqs),
     )
 
@@ -168,6 +169,7 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         plan.has_sinks,
         one_memory=places.value_start is not None,
         scale_pages=scale_memory(plan.cache, places.scale_alignments),
+        joined_query=plan.cache.spec.is_mla,
     )
     return (kernels.mla_kernels if kind.spec.is_mla else kernels.attention_kernels)(kind, target)
 
@@ -187,14 +189,25 @@ def _operand(query: torch.Tensor, spec: AttentionSpec, decode: kernels.AnyCount)
     """
     if not spec.is_mla:
         return query
-    read = next(each.array for each in decode.arguments if each.name == "query")
-    if len(read.shape) == 1:
+    if not _has_parts(decode):
         return query.contiguous()
     dtype, rope_dtype = map(torch_dtype, kernels.mla_operand_dtypes(spec))
     if dtype is rope_dtype:
         return _clamped(query, dtype).contiguous()
     latents, rope = query.split(spec.part_sizes, dim=-1)
     return torch.cat([_clamped(latents, dtype), _clamped(rope, rope_dtype).contiguous().view(dtype)], dim=-1)
+
+
+def _has_parts(decode: kernels.AnyCount) -> bool:
+    """Whether the kernel reads the query as rows of products, not as a flat array."""
+    return len(next(each.array.shape for each in decode.arguments if each.name == "query")) > 1
+
+
+def _rope_queries(query: torch.Tensor, spec: AttentionSpec, decode: kernels.AnyCount) -> tuple[torch.Tensor, ...]:
+    """The rope part of what `_operand` has returned, if a kernel reads it apart."""
+    if not spec.part_sizes[-1] or not spec.is_mla or not _has_parts(decode):
+        return ()
+    return (query.view(torch_dtype(kernels.mla_operand_dtypes(spec)[1]))[..., spec.part_sizes[0] :],)
 
 
 def _clamped(query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -87,27 +87,29 @@ class AnyBatch:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # traced and lowered once for all layers of a program
 def attend(
-    batch: AnyBatch, config: Launch, query: jax.Array, pages: jax.Array, read: ReadArrays
+    batch: AnyBatch, config: Launch, query: tuple[jax.Array, ...], pages: jax.Array, read: ReadArrays
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the pages of a JAX array.
 
     Args:
       batch: what the kernels are compiled for.
       config: how they are launched.
-      query: `[num_seqs, q_len, num_heads, head_size]`, as the decode kernel takes it.
+      query: `[num_seqs, q_len, num_heads, head_size]`, as the decode kernel takes it: whole, or its parts.
       pages: `[num_blocks, ...]`, the array of a cache.
       read: the other arrays.
 
     Returns:
       The output `[num_seqs, q_len, num_heads, head_size_v]` and the float32 log-sum-exp `[num_seqs, q_len, num_heads]`.
     """
-    (num_seqs, max_blocks), problem, rows = read.block_table.shape, batch.problem, query.shape[:-1]
+    (num_seqs, max_blocks), problem, shape = read.block_table.shape, batch.problem, query[0].shape
+    rows = shape[:-1]
     decode, merge, workspace = batch.of(num_seqs, max_blocks, config)
-    arrays = dict[str, Operand](read._asdict(), table=read.block_table, query=query, **dict.fromkeys(PAGES, pages))
+    arrays = dict[str, Operand](read._asdict(), table=read.block_table, **dict.fromkeys(PAGES, pages))
+    arrays |= zip(QUERY, query, strict=False)
     arrays |= zip(WORKSPACE, workspace, strict=True)
     arrays["out"] = jax.ShapeDtypeStruct((*rows, problem.spec.head_size_v), problem.query_dtype)
     arrays["lse"] = jax.ShapeDtypeStruct(rows, jnp.float32)
-    strides = math.prod(query.shape[1:]), math.prod(query.shape[2:])
+    strides = math.prod(shape[1:]), math.prod(shape[2:])
     arrays |= decode.of_arrays((num_seqs, max_blocks, pages.shape[0], max_blocks, *strides), num_seqs, arrays)
     merged = merge.of_arrays((max_blocks,), num_seqs, arrays)
     return merged["out"], merged["lse"]
@@ -132,6 +134,8 @@ class BatchKind:
         scales beside the data.
       num_layers: layers whose pages lie next to each other in a block, one of which a call selects; None for one.
       tree: as in `Problem`.
+      joined_query: over latents, whether both parts of a row of the query lie next to each other, in an array of
+        `head_size` columns. The kernel's arguments for them are then the array and, from its part on, the array.
     """
 
     spec: AttentionSpec
@@ -146,6 +150,7 @@ class BatchKind:
     scale_pages: RowScaleMemory = (None, None)
     num_layers: int | None = None
     tree: int | None = None
+    joined_query: bool = False
 
 
 def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
@@ -202,6 +207,9 @@ def with_counts(problem: Problem, counts: Mapping[str, Number]) -> Problem:
         query_strides=(query_strides[0], query_strides[1]),
     )
 
+
+QUERY = ("query", "query_pe")
+"""Names of the arguments for a query: whole, or its parts."""
 
 WORKSPACE = {"partial": jnp.float32, "partial_lse": jnp.float32, "spans": jnp.int32}
 """Names and dtypes of the workspace."""

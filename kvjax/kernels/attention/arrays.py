@@ -75,4 +75,4 @@ def decode(
         tree=None if tree is None else softmax.tree_tokens or q_len,
     )
     batch = any_batch(kind, current())
-    return attend(batch, config or batch.config(*block_table.shape), query, pages, read)
+    return attend(batch, config or batch.config(*block_table.shape), (query,), pages, read)

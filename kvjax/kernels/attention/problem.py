@@ -134,11 +134,14 @@ class ReadArrays(NamedTuple):
 class Refs(NamedTuple):
     """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional.
 
+    `query_pe` is what queries over latents have for rope keys, unless `query` has both.
+
     `partial_lse` has for each row of a part the logit that its weights are relative to, the sum of its weights and,
     unless `Problem.weight_dtype` is None, its largest logit.
     """
 
     query: Ref = ABSENT
+    query_pe: Ref = ABSENT
     pages: Any = ABSENT
     table: Ref = ABSENT
     seq_lens: Ref = ABSENT

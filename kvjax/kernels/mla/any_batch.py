@@ -10,21 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.aliases import Ref
-from kvjax.kernels.attention.any_batch import COUNTS, AnyBatch, BatchKind, problem_of, vector, with_counts
+from kvjax.kernels.attention.any_batch import COUNTS, QUERY, AnyBatch, BatchKind, problem_of, vector, with_counts
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.launchable import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
-from kvjax.kernels.mla.launch import Config, decode_kernel, read_dtype, rows_shape, run_decode
+from kvjax.kernels.mla.launch import Config, decode_kernel, query_arguments, rows_shape, run_decode
 from kvjax.kernels.mla.problem import MLAConfig, choose
 from kvjax.kernels.target import Target
 
 
+@dataclasses.dataclass(frozen=True)
 class AnyLatentBatch(AnyBatch):
     """Attention over latents, for any number of sequences and blocks.
 
     Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
-    read the values' pages and v_scale, which are the keys'. The query is contiguous, of the dtype of the kernel's
-    argument.
+    read the values' pages and v_scale, which are the keys'. The query is contiguous, of the dtypes of the kernel's
+    arguments: one for both of its parts, or one for each (`joined_query`) where there are rope keys.
     """
+
+    joined_query: bool = False
 
     def config(self, num_seqs: int, max_blocks: int) -> Config:
         """As that of `AnyBatch`."""
@@ -32,23 +35,19 @@ class AnyLatentBatch(AnyBatch):
 
     def decode(self, config: Config) -> AnyCount:
         """The decode kernel."""
-        return _decode_of_any_count(self.problem, config)
+        return _decode_of_any_count(self.problem, config, self.joined_query)
 
 
 def any_batch(kind: BatchKind, target: Target) -> AnyBatch:
     """The attention of a kind, whose spec is of latents, on a GPU; `query_dtype` is that of results."""
-    return AnyLatentBatch(problem_of(kind, target), target)
+    return AnyLatentBatch(problem_of(kind, target), target, kind.joined_query)
 
 
 @functools.cache
 @with_origin
-def _decode_of_any_count(problem: Problem, config: Config) -> AnyCount:
+def _decode_of_any_count(problem: Problem, config: Config, joined_query: bool) -> AnyCount:
     spec, is_few = problem.spec, isinstance(config, DecodeConfig)
-    row, of_query, sums = (
-        rows_shape(problem, config, 1)[1:],
-        () if is_few else (spec.head_size,),
-        () if is_few else (problem.sums,),
-    )
+    row, sums = rows_shape(problem, config, 1)[1:], () if is_few else (problem.sums,)
     results = {
         "out": jax.ShapeDtypeStruct((ANY_LENGTH, *row), problem.query_dtype),
         "lse": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32),
@@ -59,7 +58,7 @@ def _decode_of_any_count(problem: Problem, config: Config) -> AnyCount:
     arguments = (
         vector("seq_lens", jnp.int32),
         vector("table", jnp.int32),
-        Argument("query", jax.ShapeDtypeStruct((ANY_LENGTH, *of_query), read_dtype(problem, config))),
+        *([vector(QUERY[0], problem.query_dtype)] if is_few else query_arguments(spec, joined=joined_query)),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
         *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
         *([vector("layer", jnp.int32)] if problem.has_layer else []),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kvjax.kernels.aliases import DType
 from kvjax.kernels.attention.any_batch import BatchKind, attend
@@ -56,18 +55,14 @@ def decode(
     )
     batch = any_batch(kind, current())
     config = config or batch.config(*read.block_table.shape)
-    operand = query if isinstance(config, DecodeConfig) else _operand(query, spec)
+    operand = (query,) if isinstance(config, DecodeConfig) else _operands(query, spec)
     return attend(batch, config, operand, pages, read)
 
 
-def _operand(query: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The query as the second kernel copies it: rope parts of another dtype than latents have its bits."""
-    dtype, rope_dtype = operand_dtypes(spec)
-    if dtype == rope_dtype:
-        return _converted(query, dtype)
-    latents, rope = jnp.split(query, [spec.head_size_v], axis=-1)
-    rope = lax.bitcast_convert_type(_converted(rope, rope_dtype), dtype)
-    return jnp.concatenate([_converted(latents, dtype), rope], axis=-1)
+def _operands(query: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
+    """The parts of the query as the second kernel copies them; if it is joined of them in the program, XLA does not."""
+    parts = zip(jnp.split(query, [spec.head_size_v], axis=-1), operand_dtypes(spec), strict=True)
+    return tuple(_converted(part, dtype) for part, dtype in parts if part.shape[-1])
 
 
 def _converted(query: jax.Array, dtype: DType) -> jax.Array:

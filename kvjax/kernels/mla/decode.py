@@ -169,13 +169,17 @@ class LatentDecode:
 
     def copy_query(self, sequence: jax.Array) -> None:
         """Starts copies of the query rows."""
-        row_bytes = self.refs.query.shape[1] * self.refs.query.dtype.itemsize
         for lot in range(LOTS):
             row = rows_of_lot(lot)
             own = self.first_row + row
             index = jnp.minimum(own, self.num_rows - 1) + sequence * self.num_rows
-            source = Source(self.refs.query, index, row_bytes, row * 0, own < self.num_rows)
-            self.tiles.copy(0, lot, source)
+            refs = self.refs.query, *([] if self.tiles.rope is None else [self.refs.query_pe])
+            row_bytes = (ref.shape[1] * ref.dtype.itemsize for ref in refs)
+            sources = [
+                Source(ref, index, size, row * 0, own < self.num_rows)
+                for ref, size in zip(refs, row_bytes, strict=True)
+            ]
+            self.tiles.copy(0, lot, sources[0], sources[-1])
 
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
         """The entries of the block table for rows of a tile, by default those that the thread copies.
@@ -195,7 +199,9 @@ class LatentDecode:
         for lot, entry in enumerate(entries):
             source = self.source(tile, lot, entry)
             if self.packed is None:
-                self.tiles.copy(self.slot(tile) + 1, lot, source)
+                start = self.problem.spec.part_sizes[0] * self.refs.pages.dtype.itemsize
+                rope = dataclasses.replace(source, offset=source.offset + start)
+                self.tiles.copy(self.slot(tile) + 1, lot, source, rope)
             else:
                 self.packed.copy(tile & (SLOTS - 1), lot, source)
 
@@ -219,7 +225,7 @@ class LatentDecode:
         slot = self.slot(tile)
         entries = self.entries(segment, tile, rows_by_lane())  # which arrive while products run
         problem = self.problem
-        pairs = list(zip(self.tiles.matrices(0), self.tiles.matrices(slot + 1), strict=True))
+        pairs = list(zip(self.tiles.parts(0), self.tiles.parts(slot + 1), strict=True))
         scale = np.float32(problem.sm_scale * LOG2_E)
         if problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or self.tiles.rope is None:
             logits = warpgroups.sum_of_products(pairs) * (scale * self.scale())

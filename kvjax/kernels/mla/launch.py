@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
-from kvjax.kernels.aliases import DType, Kernel, OutType, Ref, ScratchType
+from kvjax.kernels.aliases import Kernel, OutType, Ref, ScratchType
+from kvjax.kernels.attention.any_batch import QUERY
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
-from kvjax.kernels.launchable import Number
+from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
@@ -19,6 +20,7 @@ from kvjax.kernels.mla.packed import Packed, scratch_type
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
+from kvjax.spec import AttentionSpec
 
 type Config = MLAConfig | DecodeConfig
 
@@ -36,9 +38,13 @@ def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Number, 
     return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)
 
 
-def read_dtype(problem: Problem, config: Config) -> DType:
-    """The dtype of the query as a kernel reads it."""
-    return np.dtype(problem.query_dtype) if isinstance(config, DecodeConfig) else operand_dtypes(problem.spec)[0]
+def query_arguments(spec: AttentionSpec, *, joined: bool) -> list[Argument]:
+    """The arguments for the parts of a query as the kernel of `wgmma` reads them: rows, joined or of each part."""
+    columns = [spec.head_size] * 2 if joined else spec.part_sizes
+    parts = zip(QUERY, spec.part_sizes, columns, operand_dtypes(spec), strict=True)
+    return [
+        Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, width), dtype)) for name, size, width, dtype in parts if size
+    ]
 
 
 def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Ref]) -> None:

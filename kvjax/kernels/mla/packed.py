@@ -2,8 +2,8 @@
 
 Bytes of two tiles arrive ahead of the one tile of 16 bits, which both warpgroups store while none multiplies. Four
 threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block
-of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have float32's
-range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
+of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have
+float32's range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
 A row is a latent and a rope key. Tiles of 64 rows are three matrices: the halves of the latents, each of which is the
 values of one warpgroup, and the rope keys. One warpgroup copies, 16 bytes a thread, to where the layout of `wgmma` has
-them (`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so that
-nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
+them (`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so
+that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,9 @@ COPIES = 1
 
 WEIGHTS_STORED = 0
 """The barrier of `Tiles.announce`."""
+
+PART = 128
+"""Columns of latents that are multiplied at once: by larger matrices than these a tile of 128 rows takes 2% longer."""
 
 PER_RUN = 8
 """Threads that copy a run of a row."""
@@ -145,10 +150,13 @@ class Tiles:
         weights = None if _weights_replace_rope_keys(spec) else others.pop(0)
         return cls(latents, rope, weights, *(others or (None, None)))
 
-    def matrices(self, index: Scalar) -> list[Ref]:
-        """The matrices of a tile, along which keys are summed."""
-        halves = [self.latents.at[index, half] for half in range(WARPGROUPS)]
-        return halves if self.rope is None else [*halves, self.rope.at[index]]
+    def parts(self, index: Scalar) -> list[Ref]:
+        """Columns of a tile, up to `PART` at once, along which keys are summed: those of latents, then rope keys."""
+        half = self.latents.shape[-1]
+        size = math.gcd(half, PART)
+        starts = itertools.product(range(WARPGROUPS), range(0, half, size))
+        parts = [self.latents.at[index, matrix, :, pl.ds(start, size)] for matrix, start in starts]
+        return parts if self.rope is None else [*parts, self.rope.at[index]]
 
     def values(self, slot: Scalar, warpgroup: Scalar) -> Ref:
         """The values of a slot that are a warpgroup's."""
@@ -161,18 +169,19 @@ class Tiles:
         assert self.rope is not None
         return self.rope.at[slot + 1]
 
-    def copy(self, index: Scalar, lot: int, source: Source) -> None:
-        """Starts copies of a lot of rows of a tile."""
+    def copy(self, index: Scalar, lot: int, latents: Source, rope: Source) -> None:
+        """Starts copies of a lot of rows of a tile; without rope keys, `rope` is not read."""
         half = self.latents.shape[-1]
+        columns = [i * half for i in range(WARPGROUPS)]
         if compat.interpreting():
-            for i in range(WARPGROUPS):
-                _store_interpreted(self.latents, (index, i), lot, i * half, source)
+            for i, column in enumerate(columns):
+                _store_interpreted(self.latents, (index, i), lot, column, latents)
             if self.rope is not None:
-                _store_interpreted(self.rope, (index,), lot, WARPGROUPS * half, source)
+                _store_interpreted(self.rope, (index,), lot, 0, rope)
             return
-        _start_copies(self.latents, index, lot, [0, half], source)
+        _start_copies(self.latents, index, lot, columns, latents)
         if self.rope is not None:
-            _start_copies(self.rope, index, lot, [WARPGROUPS * half], source)
+            _start_copies(self.rope, index, lot, [0], rope)
 
     def wait_for_warpgroups(self) -> None:
         """A barrier of all threads, after which what they have stored is where tensor cores see it."""
