@@ -166,6 +166,23 @@ def test_states_follow_their_sequences_through_forks_and_swaps():
     assert (steps.pool.num_free_states, steps.pool.num_free) == (2, 16)
 
 
+def test_a_sequence_goes_on_in_another_process_from_its_bytes():
+    """Of a fork, whose state and last block are copies."""
+    here, there = Steps(), Steps()
+    one = here.sequence()
+    here.grow({one: [3, 1, 4, 1, 5, 9]})
+    fork = here.fork(one)
+    here.grow({fork: [2, 6], one: [7]})
+    data = kvjax.export_blocks(here.caches, fork.blocks, state=fork.state)
+    other, arrived = there.sequence(), there.sequence()
+    there.grow({other: [2, 7]})
+    there.copy(there.pool.append([arrived], [fork.num_tokens]))
+    assert arrived.state != fork.state or arrived.blocks.tolist() != fork.blocks.tolist()
+    there.caches = kvjax.import_blocks(data, there.caches, arrived.blocks, state=arrived.state)
+    there.texts[arrived] = list(here.texts[fork])
+    there.grow({arrived: [5, 3], other: [1]})
+
+
 def test_the_page_shows_the_examples_own_code():
     page = (ROOT / "docs/serving.md").read_text().split("### Windows and states\n")[1].split("\n### ")[0]
     shown = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[1:]
