@@ -15,8 +15,7 @@ the last known token. The order of the calls, for each step:
    that their positions have. Keys need no other rotation.
 4. `truncate` takes back what follows the path, and `commit` makes it known.
 
-Layers with a sliding window see tokens by their slots, and so too few of them from a row whose depth is less than its
-place: they are refused.
+A sliding window counts from a row's position too, its depth: the row sees what it would without the other branches.
 """
 
 from __future__ import annotations
@@ -136,8 +135,6 @@ class TreeSpeculator(Speculator):
 
     def __init__(self, *args: Any, draft: Branches = lookups, **options: Any) -> None:
         super().__init__(*args, draft=draft, **options)
-        if (window := self._cache.spec.sliding_window) is not None:
-            raise ValueError(f"cache: got a sliding window of {window}, expected none: it counts tokens as stored")
 
     def _drafted(self, known: list[int], most: int) -> Tree:
         return Tree.of(known[-1], [branch[:most] for branch in self._draft(known, most)], self._num_drafts)

@@ -34,13 +34,19 @@ class Tree(NamedTuple):
     words: jax.Array
     seq_lens: jax.Array
 
-    def sees(self, token: jax.Array) -> jax.Array:
-        """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`."""
-        number = token[None, :] - (self.seq_lens[:, None] - self.words.shape[1])
-        word = jnp.clip(number // 32, 0, self.words.shape[2] - 1)
-        found = jnp.take_along_axis(self.words, word[:, None, :], axis=2)
+    def sees(self, token: jax.Array, window: Any) -> jax.Array:
+        """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`.
+
+        A window is by a row's position, which follows the tokens before the query as its depth says. Of the query
+        tokens the words leave out what is not in it.
+        """
+        depth, words = self.words[..., 0].astype(jnp.int32), self.words[..., 1:]
+        number = token[None, :] - (self.seq_lens[:, None] - words.shape[1])
+        word = jnp.clip(number // 32, 0, words.shape[2] - 1)
+        found = jnp.take_along_axis(words, word[:, None, :], axis=2)
         bit = (found >> (number % 32).astype(jnp.uint32)[:, None, :]) & 1
-        return (number < 0)[:, None, :] | (bit != 0)
+        in_window = True if window is None else depth[:, :, None] - number[:, None, :] < window
+        return jnp.where((number < 0)[:, None, :], in_window, bit != 0)
 
 
 class TokenChunks(NamedTuple):
@@ -136,10 +142,10 @@ def attend(
         token = number * keys.shape[1] + jnp.arange(keys.shape[1])
         age = positions[:, :, None] - token[None, None, :]
         seen = (age >= 0) & there[:, None, :]
-        if softmax.window is not None:
-            seen &= age < softmax.window
         if chunks.tree is not None:
-            seen &= chunks.tree.sees(token)
+            seen &= chunks.tree.sees(token, softmax.window)
+        elif softmax.window is not None:
+            seen &= age < softmax.window
         # Masked values may be NaN, which a weight of 0 does not remove.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         logits = softmax.sm_scale * jnp.einsum(

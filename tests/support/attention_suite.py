@@ -312,11 +312,7 @@ def attention(
     lse = np.full((q_len, case.num_kv_heads, case.group), -np.inf)
     magnitude = 0.0
     for row in range(q_len):
-        position = len(keys) - q_len + row
-        seen = np.arange(0 if case.window is None else max(0, position - case.window + 1), max(position + 1, 0))
-        if case.tree:
-            number = seen - (len(keys) - q_len)
-            seen = seen[(number < 0) | problem.options["tree_mask"][seq, row, np.maximum(number, 0)]]
+        seen = seen_tokens(problem, len(keys), q_len, row, seq)
         for head in range(case.num_kv_heads):
             k, v, q = keys[seen, head].astype(dtype), values[seen, head].astype(dtype), grouped[row, head]
             logits = q @ k.T * sm_scale
@@ -339,6 +335,25 @@ def attention(
             out[row, head] = weights @ v / total[:, None]
             lse[row, head] = largest[:, 0] + np.log(total)
     return out.reshape(q_len, num_heads, -1), lse.reshape(q_len, num_heads), float(magnitude)
+
+
+def seen_tokens(problem: Problem, length: int, q_len: int, row: int, seq: int) -> np.ndarray:
+    """The tokens that a row of the query sees, in order.
+
+    In a tree, positions are those of the tokens before the query, and then the depths of the query tokens.
+    """
+    context, window = length - q_len, problem.case.window
+    stored = np.arange(max(context + row + 1, 0))
+    position, seen = stored, np.full(len(stored), True)
+    if problem.case.tree:
+        mask = np.tril(problem.options["tree_mask"][seq])
+        depth = mask.sum(axis=1) - mask.diagonal()
+        position = np.where(stored < context, stored, context + depth[np.maximum(stored - context, 0)])
+        seen = (stored < context) | mask[row, np.maximum(stored - context, 0)]
+        row = int(depth[row])
+    if window is not None:
+        seen &= position > context + row - window
+    return stored[seen]
 
 
 def error_shares(problem: Problem, out: np.ndarray) -> list[float]:

@@ -17,6 +17,13 @@ from kvjax.kernels.attention.values import Values
 from kvjax.kernels.attention.warp import Warp
 
 
+class TreeRow(NamedTuple):
+    """What a query row sees of the query tokens, and its depth among them; 0 without a window, which alone reads it."""
+
+    words: Sequence[jax.Array]
+    depth: jax.Array | int
+
+
 class Span(NamedTuple):
     """The visible positions of a sequence.
 
@@ -26,7 +33,7 @@ class Span(NamedTuple):
       end: the end of the stored positions.
       sees_all_from: start of the positions that all query rows see.
       sees_all_to: their end.
-      tree: the words of each of a thread's query rows, of `Problem.tree` query tokens; empty without a tree.
+      tree: of each of a thread's query rows what it sees of `Problem.tree` query tokens; empty without a tree.
     """
 
     length: jax.Array
@@ -34,13 +41,13 @@ class Span(NamedTuple):
     end: jax.Array
     sees_all_from: jax.Array
     sees_all_to: jax.Array
-    tree: Sequence[Sequence[jax.Array]] = ()
+    tree: Sequence[TreeRow] = ()
 
     @classmethod
-    def of(cls, problem: Problem, length: jax.Array, tree: Sequence[Sequence[jax.Array]] = ()) -> Span:
+    def of(cls, problem: Problem, length: jax.Array, tree: Sequence[TreeRow] = ()) -> Span:
         """The visible positions of a sequence of a length."""
         q_len, window = problem.q_len, problem.window
-        start = jnp.int32(0) if window is None else jnp.maximum(length - (q_len - 1 + window), 0)
+        start = jnp.int32(0) if problem.reach is None else jnp.maximum(length - problem.reach, 0)
         all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         last_rows = max(q_len - 1, problem.tree or 0)
@@ -65,14 +72,18 @@ class Seen:
     refs: Refs
     num_blocks: jax.Array
 
-    def tree(self, sequence: jax.Array) -> list[list[jax.Array]]:
+    def tree(self, sequence: jax.Array) -> list[TreeRow]:
         """`Span.tree` of a sequence."""
-        problem, words = self.problem, self.problem.tree_words
-        found = []
-        for query_row in self.query_rows() if words else ():
-            index = (sequence * problem.q_len + query_row // problem.group) * words
+        problem, found = self.problem, []
+        if problem.tree is None:
+            return []
+        size = 1 + -(-problem.tree // 32)
+        for query_row in self.query_rows():
+            index = (sequence * problem.q_len + query_row // problem.group) * size
             is_row = query_row < problem.rows
-            found.append([lanes.load_global(self.refs.tree, index + word, is_row) for word in range(words)])
+            words = [lanes.load_global(self.refs.tree, index + word, is_row) for word in range(1, size)]
+            depth = 0 if problem.window is None else lanes.load_global(self.refs.tree, index, is_row)
+            found.append(TreeRow(words, depth if isinstance(depth, int) else lanes.bits(depth, jnp.int32)))
         return found
 
     def query_rows(self) -> list[jax.Array]:
@@ -97,10 +108,14 @@ class Seen:
             for number, query_row in enumerate(self.query_rows()):
                 end = span.length - (problem.q_len - 1) + divided(query_row, problem.group)
                 seen = is_there & (position < end)
-                if problem.window is not None:
-                    seen &= position >= end - problem.window
+                first = None if problem.window is None else end - problem.window
                 if problem.tree is not None:
-                    seen &= in_tree(position - (span.length - problem.tree), span.tree[number])
+                    row, context = span.tree[number], span.length - problem.tree
+                    seen &= in_tree(position - context, row.words)
+                    if problem.window is not None:  # its words say which query tokens are in the window
+                        first = jnp.minimum(context + row.depth + (1 - problem.window), context)
+                if first is not None:
+                    seen &= position >= first
                 at = 4 * (number // 2) + 2 * half + number % 2
                 logits[at] = jnp.where(seen, logits[at], none)
         return logits
