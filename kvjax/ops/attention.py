@@ -47,14 +47,9 @@ class AttentionOptions(TypedDict, total=False):
     sliding_window: Window
     logits_soft_cap: float | None
     sinks: ArrayLike | None
+    tree_mask: ArrayLike | None
     batch_invariant: bool
     implementation: str | None
-
-
-class LastTokenOptions(AttentionOptions, total=False):
-    """These and what only `paged_attention` takes."""
-
-    tree_mask: ArrayLike | None
 
 
 @overload
@@ -65,7 +60,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[LastTokenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
 
 
@@ -77,7 +72,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[LastTokenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -155,7 +150,8 @@ def paged_attention(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[-2], spec)
-    tree = None if tree_mask is None else as_tree_mask(tree_mask, len(query), 1 if query.ndim == 3 else query.shape[1])
+    q_len = 1 if query.ndim == 3 else query.shape[1]
+    tree = None if tree_mask is None else as_tree_mask(tree_mask, len(query), ("q_len", q_len))
     check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window, tree_mask=tree_mask)
     return attend_last_tokens(
         "paged_attention",

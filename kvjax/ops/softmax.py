@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.kernels.attention import ReadArrays, Softmax
+from kvjax.kernels.attention import TREE_DEPTHS, ReadArrays, Softmax
 from kvjax.kernels.prompts import fp8
 from kvjax.ops.gather import gather_xla, token_mask, units_of_blocks
 from kvjax.spec import AttentionSpec
@@ -29,10 +29,11 @@ INVARIANT_TOKENS = 1024
 
 
 class Tree(NamedTuple):
-    """Which query tokens the rows of sequences see: `ReadArrays.tree`, and the sequences' lengths."""
+    """Which query tokens rows see: `ReadArrays.tree`, the sequences' lengths, and the query tokens that it is for."""
 
-    words: jax.Array
+    rows: jax.Array
     seq_lens: jax.Array
+    num_tokens: int
 
     def sees(self, token: jax.Array, window: Any) -> jax.Array:
         """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`.
@@ -40,8 +41,8 @@ class Tree(NamedTuple):
         A window is by a row's position, which follows the tokens before the query as its depth says. Of the query
         tokens the words leave out what is not in it.
         """
-        depth, words = self.words[..., 0].astype(jnp.int32), self.words[..., 1:]
-        number = token[None, :] - (self.seq_lens[:, None] - words.shape[1])
+        depth, words = lax.bitcast_convert_type(self.rows[..., 0], jnp.int32), self.rows[..., TREE_DEPTHS:]
+        number = token[None, :] - (self.seq_lens[:, None] - self.num_tokens)
         word = jnp.clip(number // 32, 0, words.shape[2] - 1)
         found = jnp.take_along_axis(words, word[:, None, :], axis=2)
         bit = (found >> (number % 32).astype(jnp.uint32)[:, None, :]) & 1
@@ -253,7 +254,8 @@ def attend_pages(
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    own = TokenChunks(num_chunks, read, None if tree is None else Tree(tree, seq_lens))
+    own_tree = None if tree is None else Tree(tree, seq_lens, softmax.tree_tokens or query.shape[1])
+    own = TokenChunks(num_chunks, read, own_tree)
     return attend(query, own, positions, sinks, spec, softmax, in_fp8 and in_fp8.is_any)
 
 

@@ -37,7 +37,7 @@ LENGTHS = {
 class Case:
     """One kind of call.
 
-    `tree`: whether rows see some of the other query tokens alone.
+    `tree`: whether rows see some of the other query tokens alone, in sequences of up to `tree_rows` rows if it is set.
 
     `scales`: "one", "scalar" or "per_head". `q_lens`: of each sequence how many of its `q_len` rows there are, the last
     ones, where that is not all of them.
@@ -61,6 +61,7 @@ class Case:
     scales: str = "one"
     sm_scale: float | None = None
     tree: bool = False
+    tree_rows: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -219,8 +220,9 @@ def build(
     options |= {"sliding_window": case.window, "logits_soft_cap": case.cap}
     options["sinks"] = (2 * rng.standard_normal(shape[2])).astype(np.float32) if case.sinks else None
     if case.tree:
-        seen = rng.random((len(seq_lens), case.q_len, case.q_len)) < 0.5  # later tokens too, which nobody sees
-        options["tree_mask"] = seen | np.eye(case.q_len, dtype=bool)
+        width = case.tree_rows or case.q_len
+        seen = rng.random((len(seq_lens), width, width)) < 0.5  # later tokens too, which nobody sees
+        options["tree_mask"] = seen | np.eye(width, dtype=bool)
     args = query, cache_from_bytes(pages, spec, num_blocks), block_table, seq_lens
     return Problem(case, args, options, *dense)
 
@@ -345,8 +347,8 @@ def seen_tokens(problem: Problem, length: int, q_len: int, row: int, seq: int) -
     context, window = length - q_len, problem.case.window
     stored = np.arange(max(context + row + 1, 0))
     position, seen = stored, np.full(len(stored), True)
-    if problem.case.tree:
-        mask = np.tril(problem.options["tree_mask"][seq])
+    if problem.case.tree and q_len <= problem.options["tree_mask"].shape[1]:
+        mask = np.tril(problem.options["tree_mask"][seq])[:q_len, :q_len]
         depth = mask.sum(axis=1) - mask.diagonal()
         position = np.where(stored < context, stored, context + depth[np.maximum(stored - context, 0)])
         seen = (stored < context) | mask[row, np.maximum(stored - context, 0)]

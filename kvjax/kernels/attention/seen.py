@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.kernels import lanes
-from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
+from kvjax.kernels.attention.problem import COLUMNS, TREE_DEPTHS, Problem, Refs
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StageLayout
 from kvjax.kernels.attention.values import Values
@@ -44,14 +45,14 @@ class Span(NamedTuple):
     tree: Sequence[TreeRow] = ()
 
     @classmethod
-    def of(cls, problem: Problem, length: jax.Array, tree: Sequence[TreeRow] = ()) -> Span:
+    def of(cls, problem: Problem, length: jax.Array) -> Span:
         """The visible positions of a sequence of a length."""
         q_len, window = problem.q_len, problem.window
         start = jnp.int32(0) if problem.reach is None else jnp.maximum(length - problem.reach, 0)
         all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         last_rows = max(q_len - 1, problem.tree or 0)
-        return cls(length, start, end, all_from, jnp.minimum(length - last_rows, end), tree)
+        return cls(length, start, end, all_from, jnp.minimum(length - last_rows, end))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,19 +73,27 @@ class Seen:
     refs: Refs
     num_blocks: jax.Array
 
-    def tree(self, sequence: jax.Array) -> list[TreeRow]:
-        """`Span.tree` of a sequence."""
-        problem, found = self.problem, []
+    def span(self, sequence: jax.Array, length: jax.Array) -> Span:
+        """What the rows of a sequence of a length see."""
+        problem = self.problem
+        span = Span.of(problem, length)
         if problem.tree is None:
-            return []
-        size = 1 + -(-problem.tree // 32)
-        for query_row in self.query_rows():
-            index = (sequence * problem.q_len + query_row // problem.group) * size
-            is_row = query_row < problem.rows
-            words = [lanes.load_global(self.refs.tree, index + word, is_row) for word in range(1, size)]
-            depth = 0 if problem.window is None else lanes.load_global(self.refs.tree, index, is_row)
-            found.append(TreeRow(words, depth if isinstance(depth, int) else lanes.bits(depth, jnp.int32)))
-        return found
+            return span
+        if problem.window is not None:
+            at = sequence * (problem.q_len * problem.tree_size) + 1
+            first = lax.bitcast_convert_type(self.refs.tree[at], jnp.int32) + (length - problem.tree)
+            span = span._replace(start=jnp.maximum(first + (1 - problem.window), 0))
+        return span._replace(tree=[self._tree_row(sequence, row) for row in self.query_rows()])
+
+    def _tree_row(self, sequence: jax.Array, query_row: jax.Array) -> TreeRow:
+        problem, is_row = self.problem, query_row < self.problem.rows
+        index = (sequence * problem.q_len + query_row // problem.group) * problem.tree_size
+
+        def loaded(number: int) -> jax.Array:
+            return lanes.load_global(self.refs.tree, index + number, is_row)
+
+        words = [loaded(number) for number in range(TREE_DEPTHS, problem.tree_size)]
+        return TreeRow(words, 0 if problem.window is None else lanes.bits(loaded(0), jnp.int32))
 
     def query_rows(self) -> list[jax.Array]:
         """The thread's query rows, in the order of its registers: two of each tile."""
