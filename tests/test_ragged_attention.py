@@ -136,6 +136,11 @@ def test_trees_beside_prompts(attend, case):
     check(case, attend)
 
 
+def test_a_mask_for_more_tokens_than_the_step_has_is_cut(attend):
+    problem = build(ragged((2, 1), (18, 17), dtype="bfloat16", tree=True, tree_rows=9, window=3))
+    suite.assert_right(problem, *run(problem, attend, padding=0), **slack(problem.case, attend))
+
+
 def test_trees_of_one_branch_are_no_trees(attend):
     problem = build(ragged((1, 4, 20, 3), (30, 9, 50, 3), dtype="bfloat16", window=7))
     options = {"decode_q_len": 4, "max_prompts": 1}
