@@ -526,11 +526,11 @@ def test_one_compilation_serves_every_batch(dtype):
 
 
 @ON_GPU
-@matrix({"q_len": [1, 3, 8], "dtype": ["bfloat16", "nvfp4"]})
-def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
-    """Other lengths, tables and queries; of eight query tokens the kernels run more than once."""
+@matrix({"q_len": [1, 3, 8], "dtype": ["bfloat16", "nvfp4"], "tree": [False, True]})
+def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len, tree):
+    """Other lengths, tables, trees and queries; of eight query tokens the kernels run more than once."""
     lengths = 1328, 17, 400, 1, 64
-    call = on_gpu(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=lengths, sinks=True))
+    call = on_gpu(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=lengths, sinks=True, tree=tree))
     kvjax_torch.paged_attention(**call)
     compilations = launch.num_compilations()
     graph = torch.cuda.CUDAGraph()
@@ -541,6 +541,8 @@ def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
         call["block_table"].copy_(tables.roll(step, 0))
         call["seq_lens"].copy_(longest.roll(step) // (step + 1))
         call["query"].normal_()
+        if tree:
+            call["tree_mask"].copy_(call["tree_mask"].roll(1, 0))
         expected = kvjax_torch.paged_attention(**call)
         for result in results:
             result.fill_(float("nan"))
@@ -560,8 +562,9 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype, q_l
 @ON_GPU
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # which it says of itself
 @pytest.mark.parametrize("q_len", [1, 8])
-def test_torch_sees_nothing_that_waits(q_len):
-    call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed"))
+@pytest.mark.parametrize("tree", [False, True])
+def test_torch_sees_nothing_that_waits(q_len, tree):
+    call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed", tree=tree, window=100))
     assert_torch_sees_no_wait(kvjax_torch.paged_attention, call)
 
 

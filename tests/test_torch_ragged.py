@@ -467,7 +467,12 @@ def test_long_chunks(dtype, window):
 
 
 @pytest.mark.gpu
-@matrix({"options": [{}, {"cap": 30.0}, {"sinks": True, "window": 100}], "dtype": ["bfloat16", "nvfp4"]})
+@matrix(
+    {
+        "options": [{}, {"cap": 30.0}, {"sinks": True, "window": 100}, {"tree": True, "tree_rows": 4, "window": 100}],
+        "dtype": ["bfloat16", "nvfp4"],
+    }
+)
 def test_a_gpu_gives_what_the_host_gives(options, dtype):
     call = on_cuda(dataclasses.replace(STEP, dtype=dtype, **options))
     on_host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
@@ -512,6 +517,21 @@ def test_a_graph_of_decodes_replays_with_other_lengths(dtype, q_len):
         ([1, 0, q_len, 1, q_len], [5, 33, 1328, 600, 128]),
     ]
     replayed(call, {"max_q_len": q_len}, steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_graph_of_trees_beside_prompts_replays_with_other_sizes(window):
+    case = ragged((4, 300, 1, 0, 17, 3), (1328, 700, 17, 0, 17, 90), dtype="nvfp4", head_size=128, group=4)
+    case = dataclasses.replace(case, tree=True, tree_rows=4, window=window)
+    call = on_cuda(case, fill=suite.ZERO)
+    call["block_table"].fill_(1)
+    steps = [
+        ([4, 300, 1, 0, 17, 3], [1328, 700, 17, 0, 17, 90]),
+        ([300, 1, 20, 2, 0, 0], [1300, 1, 20, 500, 0, 0]),
+        ([1, 2, 3, 4, 1, 1], [5, 33, 1328, 600, 128, 1]),
+    ]
+    replayed(call, {"max_q_len": 300, "max_prompts": 3}, steps)
 
 
 @pytest.mark.gpu
