@@ -3,7 +3,7 @@
     python -m examples.hybrid
 
 `examples.engine` serves the model: it tells a step each sequence's slot, and moves states to the host and back with the
-blocks of a preempted request. `fork` copies a state for a sequence that continues in two ways.
+blocks of a preempted request. `copied` makes the copies for sequences that were forked, of blocks and of states.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from examples.engine import Engine, put_states
+from examples.engine import Engine, swap_states
 
 VOCABULARY, HIDDEN, HEADS, HEAD_SIZE = 61, 32, 2, 16
 LAYERS = ("recurrent", "attention", "recurrent")
@@ -95,11 +95,14 @@ def allocate(num_blocks: int, num_states: int, *, on_host: bool = False) -> Cach
     return [of(kind) for kind in LAYERS]
 
 
-def fork(sequence: kvjax.PagedSequence, caches: Caches) -> tuple[kvjax.PagedSequence, Caches]:
-    """Returns a fork of a sequence and caches with its states. Before, make the copies of `BlockPool.take_swaps`."""
-    child = sequence.fork()
-    old, new = np.array([sequence.state]), np.array([child.state])
-    return child, [x if isinstance(x, kvjax.KVCache) else put_states(x, new, x[old]) for x in caches]
+def copied(caches: Caches, pairs: np.ndarray, swaps: kvjax.Swaps) -> Caches:
+    """Makes the copies for forks that grow: of blocks, `pairs` of `BlockPool.append`, and of states."""
+
+    def copy(x: Any) -> Any:
+        is_pages = isinstance(x, kvjax.KVCache)
+        return kvjax.copy_blocks(x, pairs, donate=True) if is_pages else swap_states(x, x, swaps.state_copies)
+
+    return [copy(x) for x in caches]
 
 
 def main() -> None:

@@ -6,8 +6,7 @@ Where a text has gone on in two ways before, `examples.speculative` has to choos
 tokens are still those of decoding without drafts. A tree is a list of tokens, parents before children, that begins with
 the last known token. The order of the calls, for each step:
 
-1. `append` makes room for a whole tree of each sequence. Smaller trees are padded: attention takes equally many rows of
-   each sequence.
+1. `append` makes room for the tree of each sequence; they may have different sizes.
 2. The step writes the trees, and gives the token that follows each row. A row's position, for RoPE, is its depth in the
    tree after that of the last known token. Its slot is that of its place in the list, and `tree_mask` hides all but its
    ancestors.
@@ -15,8 +14,7 @@ the last known token. The order of the calls, for each step:
    that their positions have. Keys need no other rotation.
 4. `truncate` takes back what follows the path, and `commit` makes it known.
 
-Layers with a sliding window see tokens by their slots, and so too few of them from a row whose depth is less than its
-place: they are refused.
+A sliding window counts from a row's position too, its depth: the row sees what it would without the other branches.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def verify_trees(
     *,
     config: llama.ModelConfig,
 ) -> tuple[jax.Array, kvjax.KVCache, jax.Array]:
-    """Runs a step of `mask.shape[1]` rows of each sequence.
+    """Runs a step of trees of up to `mask.shape[1]` tokens.
 
     Returns:
       The most likely token after every row, int32 `[num_tokens]`; the cache; and what was written to it,
@@ -105,12 +103,9 @@ def verify_trees(
 
     def attend(query, key, value, carried, step, layer):  # type: ignore[no-untyped-def]
         cache, rows = carried
-        cache = kvjax.reshape_and_cache_flash(key, value, cache, step.slot_mapping, layer=layer, unique_slots=True)
-        by_sequence = query.reshape(*mask.shape[:2], *query.shape[1:])
-        attended = kvjax.paged_attention(
-            by_sequence, cache, step.block_table, step.seq_lens, layer=layer, tree_mask=mask
-        )
-        return attended.reshape(query.shape), (cache, rows.at[:, layer].set(jnp.stack([key, value])))
+        options = {"tree_mask": mask, "max_q_len": mask.shape[1], "max_prompts": 0}
+        attended, cache = kvjax.attend(query, key, value, cache, step, layer=layer, unique_slots=True, **options)
+        return attended, (cache, rows.at[:, layer].set(jnp.stack([key, value])))
 
     sizes = 2, config.num_hidden_layers, len(tokens), config.num_key_value_heads, config.head_dim
     carried = cache, jnp.zeros(sizes, params["embedding"].dtype)
@@ -136,47 +131,49 @@ class TreeSpeculator(Speculator):
 
     def __init__(self, *args: Any, draft: Branches = lookups, **options: Any) -> None:
         super().__init__(*args, draft=draft, **options)
-        if (window := self._cache.spec.sliding_window) is not None:
-            raise ValueError(f"cache: got a sliding window of {window}, expected none: it counts tokens as stored")
 
     def _drafted(self, known: list[int], most: int) -> Tree:
         return Tree.of(known[-1], [branch[:most] for branch in self._draft(known, most)], self._num_drafts)
 
     def _verify(self, sequences: list[kvjax.PagedSequence], trees: list[Tree], rows: int) -> list[list[int]]:
         """Runs a step over trees; returns the tokens that each sequence gains."""
-        starts, width = [sequence.num_tokens for sequence in sequences], 1 + self._num_drafts
-        tokens, mask = np.zeros((rows, width), np.int32), np.tile(np.eye(width, dtype=bool), (rows, 1, 1))
-        for row, tree in enumerate(trees):
-            tokens[row, : len(tree.tokens)], mask[row] = tree.tokens, tree.mask(width)
-        positions = np.pad(starts, (0, rows - len(starts)))[:, None] + mask.sum(axis=2) - 1
-        q_lens = [width] * len(sequences)
+        starts, q_lens = [sequence.num_tokens for sequence in sequences], [len(tree.tokens) for tree in trees]
+        firsts = np.cumsum([0, *q_lens])[:-1].tolist()
+        tokens, positions, mask = self._packed(trees, starts, firsts, rows)
         self._pool.append(sequences, q_lens)
         step = kvjax.StepMetadata.from_sequences(
-            sequences, q_lens, num_tokens=tokens.size, num_seqs=rows, max_blocks=self._max_blocks
+            sequences, q_lens, num_tokens=len(tokens), num_seqs=rows, max_blocks=self._max_blocks
         )
         following, self._cache, written = verify_trees(
-            self._params, tokens.reshape(-1), positions.reshape(-1), mask, step, self._cache, config=self._config
+            self._params, tokens, positions, mask, step, self._cache, config=self._config
         )
-        after = np.asarray(following).reshape(rows, width)
-        paths = [tree.accepted(after[row].tolist()) for row, tree in enumerate(trees)]
-        self._move(sequences, starts, paths, written)
-        for row, (sequence, start, path) in enumerate(zip(sequences, starts, paths, strict=True)):
-            sequence.truncate(start + len(path))
-            sequence.commit(tokens[row, path])
-            self.num_accepted += len(path) - 1
-        self.num_steps += 1
-        return [after[row, path].tolist() for row, path in enumerate(paths)]
-
-    def _move(
-        self, sequences: list[kvjax.PagedSequence], starts: list[int], paths: list[list[int]], written: jax.Array
-    ) -> None:
-        """Writes the rows of accepted paths to the slots of their positions, if they are elsewhere."""
-        slots = np.full(written.shape[2], -1, np.int32)
-        for number, (sequence, start, path) in enumerate(zip(sequences, starts, paths, strict=True)):
-            own = sequence.slots(start, start + len(path))
-            slots[number * (1 + self._num_drafts) + np.array(path)] = np.where(path == np.arange(len(path)), -1, own)
+        after = np.asarray(following).tolist()
+        paths = [
+            first + np.array(tree.accepted(after[first : first + q_len]))
+            for tree, first, q_len in zip(trees, firsts, q_lens, strict=True)
+        ]
+        slots = np.full(len(tokens), -1, np.int32)
+        for sequence, start, first, path in zip(sequences, starts, firsts, paths, strict=True):
+            is_moved = path != first + np.arange(len(path))
+            slots[path] = np.where(is_moved, sequence.slots(start, start + len(path)), -1)
         if (slots >= 0).any():
             self._cache = write_again(self._cache, written, slots)
+        for sequence, start, path in zip(sequences, starts, paths, strict=True):
+            sequence.truncate(start + len(path))
+            sequence.commit(tokens[path])
+            self.num_accepted += len(path) - 1
+        self.num_steps += 1
+        return [[after[row] for row in path] for path in paths]
+
+    def _packed(self, trees: list[Tree], starts: list[int], firsts: list[int], rows: int) -> tuple[np.ndarray, ...]:
+        """Returns the tokens of trees, from rows `firsts` on, their positions and masks; padded for `rows` trees."""
+        width = 1 + self._num_drafts
+        tokens, positions = np.zeros((2, rows * width), np.int32)
+        mask = np.zeros((rows, width, width), bool)
+        for row, (tree, start, first) in enumerate(zip(trees, starts, firsts, strict=True)):
+            own, mask[row] = slice(first, first + len(tree.tokens)), tree.mask(width)
+            tokens[own], positions[own] = tree.tokens, start + mask[row, : len(tree.tokens)].sum(axis=1) - 1
+        return tokens, positions, mask
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, kind_of
 from kvjax.exact_window import ExactWindow
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -75,6 +75,7 @@ def attend(
     sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     batch_invariant: bool = False,
     unique_slots: bool = False,
     max_q_len: int | None = None,
@@ -106,6 +107,7 @@ def attend(
       sliding_window: tokens that a row attends to, its own included; None for no window. Default: the layer's.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`; None for no cap.
       sinks: float32 `[num_heads]`.
+      tree_mask: which query tokens of its sequence one sees, in sequences on the decode path; not with an exact window.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch.
       unique_slots: promises that no two tokens share a slot, as is the case for sequences of one `BlockPool`.
       max_q_len: most query tokens of a sequence.
@@ -145,6 +147,10 @@ def attend(
         raise KVCacheValueError(
             f"key: got shape {key.shape}, expected the query's {leading}, then num_kv_heads and head_size"
         )
+    if exact_window is not None and tree_mask is not None:
+        raise UnsupportedError(
+            "tree_mask: got one with an exact window, expected None: a window counts tokens by place"
+        )
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
     cache = reshape_and_cache_flash(key, value, cache, slots, unique_slots=unique_slots, **given)
     options: dict[str, Any] = given | {
@@ -159,6 +165,7 @@ def attend(
         "query_quantization": query_quantization,
     }
     if exact_window is None:
+        options["tree_mask"] = tree_mask
         sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens
         attended = ragged_paged_attention(query, cache, *sequences, **options)
         return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache

@@ -69,6 +69,9 @@ def test_scales_of_each_token_and_head(attend, case):
         Case("nvfp4", lengths=(5, 70, 33), group=4, q_len=8, cap=5.0, tree=True),  # in several passes over the pages
         Case("fp8_e4m3", "float16", lengths=(77, 5), num_kv_heads=1, q_len=40, window=20, tree=True),  # two words
         Case("float32", "float32", lengths=(9,), q_len=5, tree=True),
+        Case("fp8_e4m3", lengths=(3, 40, 77, 0), q_len=8, window=3, tree=True, sinks=True),  # of fewer tokens than rows
+        Case("nvfp4", lengths=(70, 9), group=4, q_len=8, window=1, tree=True),
+        Case("bfloat16", lengths=(40, 300), num_kv_heads=1, q_len=20, window=18, block_size=8, tree=True),
     ],
     ids=str,
 )
@@ -76,12 +79,52 @@ def test_drafts_that_are_a_tree(attend, case):
     suite.check(case, attend)
 
 
-def test_a_tree_of_one_branch_is_no_tree():
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_a_tree_of_one_branch_is_no_tree(window):
     args = suite.build(Case(lengths=(30, 3), q_len=4)).args
-    expected = _run(*args)
+    run = functools.partial(_run, *args, sliding_window=window)
+    expected = run()
     for mask in (np.tri(4, dtype=bool), np.ones((2, 4, 4), bool)):
-        np.testing.assert_array_equal(_run(*args, tree_mask=mask), expected)
-        np.testing.assert_array_equal(_run(*args, tree_mask=mask, batch_invariant=True), expected)
+        np.testing.assert_array_equal(run(tree_mask=mask), expected)
+        np.testing.assert_array_equal(run(tree_mask=mask, batch_invariant=True), expected)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 6, 100])
+@pytest.mark.parametrize("is_traced", [False, True], ids=["int", "array"])
+def test_a_row_of_a_tree_attends_to_what_its_branch_alone_would(window, is_traced):
+    """Of three branches of different lengths: the branch is written after the context, and its last row compared."""
+    parents = [-1, 0, 0, 1, 2, 3, 3, 6]
+    mask = np.eye(8, dtype=bool)
+    for row, parent in enumerate(parents[1:], 1):
+        mask[row] |= mask[parent]
+    spec, length = FullAttentionSpec(4, 1, 16, dtype="float32"), 13
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, length + 8, 1, 16)).astype(np.float32)
+    query = rng.standard_normal((1, 8, 2, 16)).astype(np.float32)
+    table = np.array([[3, 1, 4, 2, 5, 0]], np.int32)
+
+    def attended(tokens: np.ndarray, rows: np.ndarray, window: Any, **options: Any) -> jax.Array:
+        place = np.arange(len(tokens))
+        slots = (table[0, place // 4] * 4 + place % 4).astype(np.int32)
+        cache = KVCache(jnp.full(spec.cache_shape(6), jnp.nan, jnp.float32), spec)
+        cache = kvjax.reshape_and_cache_flash(key[tokens], value[tokens], cache, slots)
+        lens = np.array([len(tokens)], np.int32)
+        return paged_attention(query[:, rows], cache, table, lens, sliding_window=window, **options)[0]
+
+    of_tree = jnp.int32(window) if is_traced and window is not None else window
+    out = attended(np.arange(length + 8), np.arange(8), of_tree, tree_mask=mask)
+    for row in range(8):
+        branch = np.flatnonzero(mask[row])
+        expected = attended(np.concatenate([np.arange(length), length + branch]), branch, window)[-1]
+        np.testing.assert_allclose(out[row], expected, rtol=0, atol=1e-5)
+
+
+def test_a_window_of_no_tokens_masks_those_of_a_tree():
+    args = suite.build(Case(lengths=(30, 3), q_len=4)).args
+    mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]], bool)  # the last is less deep
+    out, lse = paged_attention(*args, tree_mask=mask, sliding_window=jnp.int32(0), return_lse=True)
+    assert not np.asarray(out, np.float32).any()
+    assert np.isneginf(lse).all()
 
 
 @pytest.mark.parametrize(

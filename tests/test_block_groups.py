@@ -10,7 +10,6 @@ import io
 import json
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import matrix
+from support.helpers import matrix, refused
 
 import kvjax
 from kvjax import (
@@ -45,15 +44,6 @@ CONFIGS = Path(__file__).parent / "data/configs"
 class Layers(NamedTuple):
     block_size: int
     sliding_window: int | None = None
-
-
-def refused(call: Callable[[], None]) -> OutOfBlocksError | None:
-    """Calls; returns the error if blocks do not suffice."""
-    try:
-        call()
-    except OutOfBlocksError as error:
-        return error
-    return None
 
 
 class Walk:
@@ -403,11 +393,19 @@ def test_states_are_given_with_blocks_and_forked():
         pool.append([one, two, three], [1, 1, 1])
     assert (raised.value.what, pool.num_free, one.num_tokens, one.state) == ("states", 8, 0, -1)
     pool.append([one], [3])
-    fork = one.fork()
-    assert {one.state, fork.state} == {0, 1}
+    fork, second = one.fork(), one.fork()
+    assert (one.state, fork.state, pool.num_free_states) == (0, 0, 1)
+    second.free()
+    pool.append([fork, one], [1, 1])  # the last keeps it
+    assert (one.state, fork.state, pool.num_free_states) == (0, 1, 0)
+    assert pool.take_swaps().state_copies.tolist() == [[0, 1]]
+    assert pool.take_swaps().state_copies.shape == (0, 2)
+    third = one.fork()
     with pytest.raises(OutOfBlocksError, match="out of states: 1 needed, and 0 of"):
-        one.fork()
-    with pytest.raises(KVCacheValueError, match="num_tokens: got 2, expected 0 or 3: the sequence has a state"):
+        pool.append([third], [1])
+    assert (third.state, third.num_tokens) == (0, 4)
+    third.free()
+    with pytest.raises(KVCacheValueError, match="num_tokens: got 2, expected 0 or 4: the sequence has a state"):
         one.truncate(2)
     one.commit([1, 2, 3])
     assert pool.num_cached_tokens([1, 2, 3]) == pool.num_cached == 0  # no state of that prefix is kept

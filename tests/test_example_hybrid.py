@@ -96,7 +96,7 @@ class Steps:
         self.texts[made] = []
         return made
 
-    def swap(self) -> None:
+    def copy(self, pairs: np.ndarray) -> None:
         swaps = self.pool.take_swaps()
 
         def swapped(source: Any, destination: Any, of_blocks: np.ndarray, of_states: np.ndarray) -> Any:
@@ -106,21 +106,18 @@ class Steps:
 
         to_host, from_host = (swaps.to_host, swaps.states_to_host), (swaps.from_host, swaps.states_from_host)
         self.host_caches = [swapped(*x, *to_host) for x in zip(self.caches, self.host_caches, strict=True)]
-        self.caches = [swapped(*x, *from_host) for x in zip(self.host_caches, self.caches, strict=True)]
+        caches = [swapped(*x, *from_host) for x in zip(self.host_caches, self.caches, strict=True)]
+        self.caches = hybrid.copied(caches, pairs, swaps)
 
     def fork(self, sequence: kvjax.PagedSequence) -> kvjax.PagedSequence:
-        self.swap()
-        child, self.caches = hybrid.fork(sequence, self.caches)
+        child = sequence.fork()
         self.texts[child] = list(self.texts[sequence])
         return child
 
     def grow(self, new: dict[kvjax.PagedSequence, list[int]]) -> None:
         """Runs a step of two rows at most, and compares all there is with that of each sequence alone."""
         sequences, q_lens = list(new), list(map(len, new.values()))
-        pairs = self.pool.append(sequences, q_lens)
-        self.swap()
-        copy = functools.partial(kvjax.copy_blocks, pairs=pairs, donate=True)
-        self.caches = [copy(x) if isinstance(x, kvjax.KVCache) else x for x in self.caches]
+        self.copy(self.pool.append(sequences, q_lens))
         step = kvjax.StepMetadata.from_sequences(sequences, q_lens, num_tokens=32, num_seqs=2, max_blocks=8)
         tokens, slots = np.zeros(32, np.int32), np.full(2, 2, np.int32)
         tokens[: sum(q_lens)], slots[: len(new)] = np.concatenate(list(new.values())), [x.state for x in sequences]
@@ -142,13 +139,13 @@ def test_states_follow_their_sequences_through_forks_and_swaps():
     steps.grow({one: [3, 1, 4, 1, 5, 9], other: [2, 6]})
     steps.grow({other: [5], one: [3]})
     other.free()
-    fork = steps.fork(one)  # takes the slot of `other`, and what that left there goes
+    fork = steps.fork(one)  # one of them takes the slot of `other`, and what that left there goes
     steps.grow({one: [5, 8, 9], fork: [7]})
     slot = one.state
     one.swap_out()
     third = steps.fork(fork)
-    assert third.state == slot  # the state that was there goes to the host before that of the fork comes
     steps.grow({third: [2, 3, 8], fork: [4]})
+    assert third.state == slot  # the state that was there goes to the host before that of the fork comes
     third.free()
     later = steps.sequence()
     steps.grow({later: [9, 7, 9], fork: [3, 2]})
@@ -167,6 +164,23 @@ def test_states_follow_their_sequences_through_forks_and_swaps():
     second.free()
     fork.free()
     assert (steps.pool.num_free_states, steps.pool.num_free) == (2, 16)
+
+
+def test_a_sequence_goes_on_in_another_process_from_its_bytes():
+    """Of a fork, whose state and last block are copies."""
+    here, there = Steps(), Steps()
+    one = here.sequence()
+    here.grow({one: [3, 1, 4, 1, 5, 9]})
+    fork = here.fork(one)
+    here.grow({fork: [2, 6], one: [7]})
+    data = kvjax.export_blocks(here.caches, fork.blocks, state=fork.state)
+    other, arrived = there.sequence(), there.sequence()
+    there.grow({other: [2, 7]})
+    there.copy(there.pool.append([arrived], [fork.num_tokens]))
+    assert arrived.state != fork.state or arrived.blocks.tolist() != fork.blocks.tolist()
+    there.caches = kvjax.import_blocks(data, there.caches, arrived.blocks, state=arrived.state)
+    there.texts[arrived] = list(here.texts[fork])
+    there.grow({arrived: [5, 3], other: [1]})
 
 
 def test_the_page_shows_the_examples_own_code():

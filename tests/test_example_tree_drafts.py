@@ -34,19 +34,19 @@ def made(kind: type[Speculator], spec: kvjax.AttentionSpec = SPEC, **options: An
 
 
 @functools.cache
-def greedy() -> list[list[int]]:
+def greedy(spec: kvjax.AttentionSpec = SPEC) -> list[list[int]]:
     """Without drafts: what examples/speculative.py is tested against."""
-    return made(Speculator, num_drafts=0)[0].generate(PROMPTS, NUM_NEW)
+    return made(Speculator, spec, num_drafts=0)[0].generate(PROMPTS, NUM_NEW)
 
 
-def of_text(known: Sequence[int], most: int) -> Sequence[int]:
-    text = next(tokens for tokens in greedy() if tokens[: len(known)] == list(known))
+def of_text(known: Sequence[int], most: int, spec: kvjax.AttentionSpec = SPEC) -> Sequence[int]:
+    text = next(tokens for tokens in greedy(spec) if tokens[: len(known)] == list(known))
     return text[len(known) : len(known) + most]
 
 
-def behind_a_wrong_branch(known: Sequence[int], most: int) -> list[list[int]]:
+def behind_a_wrong_branch(known: Sequence[int], most: int, spec: kvjax.AttentionSpec = SPEC) -> list[list[int]]:
     """The tokens that will follow, after others at every depth."""
-    right = of_text(known, most)
+    right = of_text(known, most, spec)
     return [[(token + 1) % 7 for token in right], list(right)]
 
 
@@ -120,10 +120,15 @@ def test_lookups_are_what_followed_in_different_ways():
     assert lookups([1, 2, 1], 0) == lookups([1, 2, 3], 4) == []
 
 
-def test_a_sliding_window_is_refused():
-    spec = kvjax.SlidingWindowSpec(4, 2, 16, dtype="float32", sliding_window=6)
-    with pytest.raises(ValueError, match="cache: got a sliding window of 6"):
-        made(TreeSpeculator, spec, num_drafts=2)
+@pytest.mark.parametrize("window", [3, 6])
+def test_tokens_are_those_without_drafts_where_layers_have_a_sliding_window(window):
+    """Shorter than a branch, and as long as one that is accepted behind another: its rows see by their positions."""
+    spec = kvjax.SlidingWindowSpec(4, 2, 16, dtype="float32", sliding_window=window)
+    drafts = functools.partial(behind_a_wrong_branch, spec=spec)
+    speculator, pool = made(TreeSpeculator, spec, num_drafts=6, draft=drafts)
+    assert speculator.generate(PROMPTS, NUM_NEW) == greedy(spec) != greedy()
+    assert speculator.num_steps == -(-(NUM_NEW - 1) // 4)
+    assert pool.num_free == NUM_BLOCKS
 
 
 @pytest.mark.parametrize("kind", [Speculator, TreeSpeculator])

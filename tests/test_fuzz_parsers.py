@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -432,14 +434,16 @@ WRITTEN = [1, 3]
 
 
 @functools.cache
-def destination() -> kvjax.KVCache:
-    return kvjax.KVCache.allocate(EXPORTED, 4)
+def destination() -> tuple[kvjax.KVCache, jax.Array]:
+    """Pages, and states of which a slot is 16 bytes."""
+    return kvjax.KVCache.allocate(EXPORTED, 4), jnp.zeros((3, 2, 2), jnp.float32)
 
 
 @functools.cache
 def exported() -> bytes:
-    cache = kvjax.KVCache(destination().kv + np.uint8(7), EXPORTED)
-    return kvjax.export_blocks(cache, [2, 0], hashes=[b"h" * 32])
+    cache, states = destination()
+    cache = kvjax.KVCache(cache.kv + np.uint8(7), EXPORTED)
+    return kvjax.export_blocks([cache, states + 7], [2, 0], hashes=[b"h" * 32], state=1)
 
 
 def sealed(header: bytes, pages: bytes) -> bytes:
@@ -478,20 +482,25 @@ def exported_blocks(draw: st.DrawFn) -> bytes:
 @settings(fuzz, deadline=None)
 @given(exported_blocks().map(Unprinted), st.booleans())
 def test_any_bytes_are_imported_as_blocks_or_refused(drawn: Unprinted, as_stream: bool):
-    """Nothing is written of what is refused. Of other pages with right digests, those are imported."""
-    data, cache = drawn.value, destination()
-    written = outcome(lambda: kvjax.import_blocks(io.BytesIO(data) if as_stream else data, cache, WRITTEN))
-    if written is REFUSED:
-        assert not cache.kv.is_deleted()
+    """Nothing is written of what is refused. Of other pages and states with right digests, those are imported."""
+    data, caches = drawn.value, [*destination()]
+    source = io.BytesIO(data) if as_stream else data
+    imported = outcome(lambda: kvjax.import_blocks(source, caches, WRITTEN, state=2))
+    if imported is REFUSED:
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(caches))
         return
+    written, states = imported
     destination.cache_clear()
     size = int.from_bytes(data[8:16], "little")
     pages = np.frombuffer(data[16 + size + 64 :][: 2 * EXPORTED.page_size_bytes], np.uint8)
     np.testing.assert_array_equal(np.asarray(written.kv)[WRITTEN].reshape(-1), pages)
+    state = np.frombuffer(data[16 + size + 64 + len(pages) :][:16], np.uint8)
+    np.testing.assert_array_equal(np.asarray(states)[2].reshape(-1).view(np.uint8), state)
     assert not np.asarray(written.kv)[[0, 2]].any()
+    assert not np.asarray(states)[:2].any()
     unspoiled = (
         json.loads(data[16 : 16 + size]),
         json.loads(exported()[16:][: int.from_bytes(exported()[8:16], "little")]),
     )
-    for name in ("caches", "num_blocks", "format", "hash"):
+    for name in ("caches", "states", "num_blocks", "format", "hash"):
         assert unspoiled[0][name] == unspoiled[1][name]

@@ -75,6 +75,11 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
             Case("nvfp4", lengths=(50, 5), num_kv_heads=1, head_size=32, group=1, q_len=34, window=20, tree=True),
             marks=pytest.mark.full,
         ),
+        Case("fp8_e4m3", lengths=(40, 3), num_kv_heads=1, head_size=32, q_len=9, window=5, tree=True),  # in two passes
+        pytest.param(
+            Case("bfloat16", lengths=(77, 20), num_kv_heads=2, head_size=32, group=1, q_len=16, window=30, tree=True),
+            marks=pytest.mark.full,
+        ),
         pytest.param(Case("fp8_per_token_head", "float16", "HND", lengths=(37,), head_size=80), marks=pytest.mark.full),
         pytest.param(Case("int8_per_token_head", lengths=(37,), block_size=8, group=5), marks=pytest.mark.full),
     ],
@@ -531,6 +536,9 @@ COMPILED = [
     ("int8_per_token_head", {}, {}),
     ("int8_per_token_head", {"head_size": 64, "num_kv_heads": 2}, {"q_len": 4, "sliding_window": 512}),
     ("fp8_per_token_head", {"layout": "HND"}, {"q_len": 2}),
+    ("nvfp4", {}, {"q_len": 8, "tree_mask": np.tri(8, dtype=bool), "sliding_window": 1024}),
+    ("bfloat16", {}, {"num_seqs": 8, "q_len": 40, "tree_mask": np.tri(40, dtype=bool), "sliding_window": 128}),
+    ("fp8_e4m3", {"num_kv_heads": 2}, {"q_len": 4, "tree_mask": np.tri(4, dtype=bool)}),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -41,6 +42,7 @@ def interpreted(*args: Any, **options: Any) -> Any:
         {"window": 5},
         {"cap": 5.0},
         {"dtype": "int8_per_token_head"},
+        {"tree": True, "tree_rows": 4, "window": 5},
         pytest.param({"dtype": "int8_k_nvfp4_v", "scales": "scalar"}, marks=pytest.mark.full),
     ],
     ids=str,
@@ -50,6 +52,20 @@ def test_interpreted_it_is_right(options):
     case = ragged_suite.ragged(q_lens, lengths, **{"dtype": "nvfp4", "num_kv_heads": 1, "block_size": 8, **options})
     problem = ragged_suite.build(case)
     suite.assert_right(problem, *ragged_suite.run(problem, interpreted), lse_factor=64, max_factor=1.5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", [None, 6])
+def test_interpreted_trees_of_different_sizes_are_right(window):
+    """In three passes over the pages, with padding that must not reach further back than the trees."""
+    case = ragged_suite.ragged(
+        (9, 1, 4, 0, 3), (40, 21, 17, 0, 2), dtype="bfloat16", num_kv_heads=1, group=4, block_size=8, tree=True,
+        tree_rows=9, window=window,
+    )  # fmt: skip
+    problem = ragged_suite.build(case)
+    options = problem.options | {"max_prompts": 0}
+    results = ragged_suite.run(dataclasses.replace(problem, options=options), interpreted)
+    suite.assert_right(problem, *results, max_factor=1.5)
 
 
 def rows_of_both_kernels(dtype: str, query_dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -126,6 +142,8 @@ ALL_TARGETS = [pytest.param(name, marks=() if name == "h100" else pytest.mark.fu
                 ("int8_per_token_head", {}, {"max_q_len": 512, "max_prompts": 2}),
                 ("nvfp4", {}, {"max_q_len": 4}),
                 ("nvfp4", {}, {"decode_q_len": 4}),
+                ("nvfp4", {}, {"max_q_len": 512, "max_prompts": 2, "tree_mask": np.tri(8, dtype=bool)}),
+                ("fp8_e4m3", {}, {"max_prompts": 2, "tree_mask": np.tri(8, dtype=bool), "sliding_window": 256}),
             )
         ),
     ],

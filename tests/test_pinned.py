@@ -175,7 +175,7 @@ def test_memory_that_the_arrays_type_does_not_show(memory):
 
 def test_a_copy_that_fails_leaves_both_as_they_were(memory, monkeypatch: pytest.MonkeyPatch):
     """Of seven pages in three parts, the last part finds no memory."""
-    spec, taken, calls = simple_spec(), blocks_module._taken, []
+    spec, taken, calls = simple_spec(), blocks_module.taken_pages, []
 
     def fails(*args: Any) -> jax.Array:
         calls.append(args)
@@ -183,7 +183,7 @@ def test_a_copy_that_fails_leaves_both_as_they_were(memory, monkeypatch: pytest.
             raise MemoryError
         return taken(*args)
 
-    monkeypatch.setattr(blocks_module, "_taken", fails)
+    monkeypatch.setattr(blocks_module, "taken_pages", fails)
     cache, host = poisoned(spec, NUM_BLOCKS), moved(poisoned(spec, NUM_HOST_BLOCKS, seed=1), memory)
     for source, destination, pairs in ((cache, host, PAIRS), (host, cache, PAIRS[:, ::-1])):
         calls.clear()
@@ -270,6 +270,17 @@ def test_exports_and_imports_are_those_of_device_memory(memory):
     assert [each.kv.sharding for each in written] == [memory] * 2
     assert_same_bytes(page_bytes(written[0]), expected)
     assert export_blocks(written[1], [4, 2, 9]) == export_blocks(cache_of_16_bits(), [3, 7, 12])
+
+
+def test_a_state_is_exported_and_imported_as_that_of_device_memory(memory):
+    states = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 3)), jnp.bfloat16)
+    other = jax.device_put(states * 2, memory)
+    data = export_blocks([cache_of_16_bits(), states], [], state=2)
+    assert data == export_blocks([cache_of_16_bits(), jax.device_put(states, memory)], [], state=2)
+    _, written = import_blocks(data, [cache_of_16_bits(), other], [], state=1)
+    assert written.sharding == memory
+    expected = (states * 2).at[1].set(states[2])
+    assert_same_bytes(np.asarray(written).view(np.uint16), np.asarray(expected).view(np.uint16))
 
 
 def cache_of_16_bits() -> KVCache:

@@ -116,6 +116,63 @@ def test_a_serving_step(attend, case):
     check(case, attend)
 
 
+TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4, 40, 6), "tree": True, "tree_rows": 6}
+"""Trees of one to six tokens beside two prompts."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ragged(**TREES, dtype="nvfp4", sinks=True),
+        ragged(**TREES, dtype="fp8_e4m3", scales="per_head", layout="HND", window=5),
+        ragged(**TREES, dtype="bfloat16", window=20, block_size=8, cap=30.0),
+        pytest.param(ragged(**TREES, dtype="float32", query_dtype="float32", window=1), marks=pytest.mark.full),
+        pytest.param(ragged(**(TREES | {"tree_rows": 35}), dtype="float16", query_dtype="float16", window=30)),
+        pytest.param(ragged(**(TREES | {"tree_rows": 1}), dtype="nvfp4", window=3), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_trees_beside_prompts(attend, case):
+    check(case, attend)
+
+
+def test_a_mask_for_more_tokens_than_the_step_has_is_cut(attend):
+    problem = build(ragged((2, 1), (18, 17), dtype="bfloat16", tree=True, tree_rows=9, window=3))
+    suite.assert_right(problem, *run(problem, attend, padding=0), **slack(problem.case, attend))
+
+
+def test_trees_of_one_branch_are_no_trees(attend):
+    problem = build(ragged((1, 4, 20, 3), (30, 9, 50, 3), dtype="bfloat16", window=7))
+    options = {"decode_q_len": 4, "max_prompts": 1}
+    mask = np.ones((4, 4), bool)
+    plain, of_trees = (
+        run(dataclasses.replace(problem, options=problem.options | options | tree), attend)
+        for tree in ({}, {"tree_mask": mask})
+    )
+    for got, expected in zip(of_trees, plain, strict=True):
+        np.testing.assert_allclose(
+            np.concatenate(got).astype(np.float32), np.concatenate(expected).astype(np.float32), rtol=1e-2, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (np.ones((4, 3), bool), {}, "tree_mask: got shape (4, 3), expected [decode_q_len=3, decode_q_len=3]"),
+        (np.ones((4, 4), bool), {"decode_q_len": 2}, "tree_mask: got shape (4, 4), expected [decode_q_len=2, decode"),
+        (np.ones((3, 4, 4), bool), {}, "tree_mask: got shape (3, 4, 4), expected [num_seqs=2, decode_q_len=4, deco"),
+        (np.ones((2, 4, 4), np.int8), {}, "tree_mask: got dtype int8, expected bool"),
+    ],
+)
+def test_a_wrong_tree_is_refused(mask, options, message):
+    [query, cache, table, lens] = build(ragged((2, 1), (9, 4), dtype="bfloat16")).args
+    with pytest.raises((KVCacheTypeError, KVCacheValueError)) as raised:
+        ragged_paged_attention(
+            np.concatenate(query), cache, table, lens, np.int32([0, 2, 3]), tree_mask=mask, **options
+        )
+    assert str(raised.value).startswith(message)
+
+
 def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
     check(ragged((50,), (63,), dtype="nvfp4"), attend)
 

@@ -329,6 +329,26 @@ def test_options_reach_the_write_and_the_attention():
         kvjax.attend(query, key, value, cache, step, implementation="mosaic")
 
 
+def test_a_tree_reaches_the_attention_and_has_no_place_in_an_exact_window():
+    rng = np.random.default_rng(1)
+    query, key, value = (rng.standard_normal((3, heads, 16), np.float32) for heads in (6, 2, 2))
+    cache = kvjax.KVCache.allocate(SPECS["float32"], 4)
+    step = StepMetadata(*(np.array(x, np.int32) for x in ([[2]], [3], [0, 3], [8, 9, 10])))
+    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    got, written = kvjax.attend(query, key, value, cache, step, tree_mask=mask, sliding_window=2)
+    tables = step.block_table, step.seq_lens, step.cu_q_lens
+    expected = kvjax.ragged_paged_attention(query, written, *tables, tree_mask=mask, sliding_window=2)
+    np.testing.assert_array_equal(got, expected)
+    branch = np.array([0, 2])
+    of_branch = StepMetadata(*(np.array(x, np.int32) for x in ([[2]], [2], [0, 2], [8, 9])))
+    rows = query[branch], key[branch], value[branch]
+    alone, _ = kvjax.attend(*rows, cache, of_branch, sliding_window=2)
+    np.testing.assert_allclose(np.asarray(got)[branch], alone, rtol=0, atol=1e-6)
+    window = kvjax.ExactWindow.allocate(SPECS["float32"], 1, 16)
+    with pytest.raises(kvjax.UnsupportedError, match="tree_mask: got one with an exact window, expected None"):
+        kvjax.attend(query, key, value, cache, step, exact_window=window, tree_mask=mask)
+
+
 @pytest.mark.parametrize("batch", [(1, 6), (2, 3), (6, 1)])
 def test_a_batch_of_equally_many_tokens_is_taken_as_it_comes(batch: tuple[int, int]):
     """The second row of the batch, padded to 3 tokens, has one."""

@@ -68,7 +68,7 @@ def given(
     pages = torch_cache(page_bytes(cache), spec, form=form, before=before, device=device)
     options["v_scale_layout"] = spec.v_scale_layout.value
     options |= {name: on(device, np.asarray(options[name])) for name in ("k_scale", "v_scale")}
-    options["sinks"] = on(device, options["sinks"])
+    options |= {name: on(device, options[name]) for name in ("sinks", "tree_mask") if name in options}
     return options | {
         "query": on(device, np.concatenate([query, query], axis=-2))[..., : query.shape[-2], :],
         "key_cache": pages.key,
@@ -100,6 +100,9 @@ CASES = [
     Case("fp8_e4m3", "float32", head_size=64, head_size_v=32, block_size=8, q_len=2, scales="per_head"),
     Case(num_kv_heads=1, group=17, q_len=3, sinks=True, window=9),
     Case("fp8_e5m2", "float16", group=4, q_len=8, scales="scalar"),
+    Case("nvfp4", lengths=(5, 70, 33), group=4, q_len=8, cap=5.0, tree=True),
+    Case("fp8_e4m3", "float16", lengths=(77, 5), num_kv_heads=1, q_len=40, window=20, tree=True, sinks=True),
+    Case("float32", "float32", lengths=(30, 9, 0), block_size=8, q_len=5, window=2, tree=True),
 ]
 
 
@@ -165,6 +168,7 @@ def test_opcheck(options, dtype, query_dtype, device):
     given = arguments(device, dtype, query_dtype)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, tuple(given.values()), options)
     rows = given["query"][:, None].expand(2, 3, 4, 64)
+    options["tree_mask"] = torch.eye(3, dtype=torch.bool, device=device)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, (rows, *[*given.values()][1:]), options)
 
 
@@ -280,6 +284,19 @@ def test_compiled(query_dtype, device):
         ({"sinks": torch.zeros(3)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
         ({"sinks": torch.zeros(4).half()}, KVCacheTypeError, "sinks: got dtype torch.float16, expected torch.float32"),
         ({"sinks": [0.0] * 4}, KVCacheTypeError, "sinks: got a list, expected a torch.Tensor"),
+        (
+            {"tree_mask": torch.ones(2, 2, dtype=torch.bool)},
+            KVCacheValueError,
+            "tree_mask: got shape (2, 2), expected [num_seqs=2, q_len=1, q_len=1], or one for all sequences",
+        ),
+        (
+            {"tree_mask": torch.ones(3, 1, 1, dtype=torch.bool)},
+            KVCacheValueError,
+            "tree_mask: got shape (3, 1, 1), expected [num_seqs=2, q_len=1, q_len=1]",
+        ),
+        ({"tree_mask": torch.ones(1, dtype=torch.bool)}, KVCacheValueError, "tree_mask: got shape (1,), expected [num"),
+        ({"tree_mask": torch.ones(1, 1)}, KVCacheTypeError, "tree_mask: got dtype torch.float32, expected torch.bool"),
+        ({"tree_mask": np.ones((1, 1), bool)}, KVCacheTypeError, "tree_mask: got a ndarray, expected a torch.Tensor"),
         ({"sliding_window": 0}, KVCacheValueError, "sliding_window: got 0, expected a positive int or None"),
         ({"sliding_window": 2.0}, KVCacheTypeError, "sliding_window: got 2.0 of type float, expected an int or None"),
         (
@@ -360,6 +377,8 @@ INTERPRETED = [
     (Case("float16", lengths=(50,), num_kv_heads=4, block_size=32, window=20), "beside"),
     (Case("bfloat16", lengths=(17, 2), block_size=16, head_size_v=32), "one_allocation"),
     (Case("fp8_e4m3", lengths=(20,), block_size=8), "beside"),
+    (Case("bfloat16", lengths=(37, 3), num_kv_heads=1, group=5, q_len=4, window=3, tree=True), "one_allocation"),
+    (Case("nvfp4", lengths=(20, 9), num_kv_heads=1, q_len=4, sinks=True, tree=True), "one_allocation"),
 ]
 
 
@@ -507,11 +526,11 @@ def test_one_compilation_serves_every_batch(dtype):
 
 
 @ON_GPU
-@matrix({"q_len": [1, 3, 8], "dtype": ["bfloat16", "nvfp4"]})
-def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
-    """Other lengths, tables and queries; of eight query tokens the kernels run more than once."""
+@matrix({"q_len": [1, 3, 8], "dtype": ["bfloat16", "nvfp4"], "tree": [False, True]})
+def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len, tree):
+    """Other lengths, tables, trees and queries; of eight query tokens the kernels run more than once."""
     lengths = 1328, 17, 400, 1, 64
-    call = on_gpu(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=lengths, sinks=True))
+    call = on_gpu(Case(dtype, head_size=128, group=4, q_len=q_len, lengths=lengths, sinks=True, tree=tree))
     kvjax_torch.paged_attention(**call)
     compilations = launch.num_compilations()
     graph = torch.cuda.CUDAGraph()
@@ -522,6 +541,8 @@ def test_a_graph_replays_with_what_is_then_in_the_buffers(dtype, q_len):
         call["block_table"].copy_(tables.roll(step, 0))
         call["seq_lens"].copy_(longest.roll(step) // (step + 1))
         call["query"].normal_()
+        if tree:
+            call["tree_mask"].copy_(call["tree_mask"].roll(1, 0))
         expected = kvjax_torch.paged_attention(**call)
         for result in results:
             result.fill_(float("nan"))
@@ -541,8 +562,9 @@ def test_calls_wait_for_their_stream_and_for_nothing_else(new_stream, dtype, q_l
 @ON_GPU
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # which it says of itself
 @pytest.mark.parametrize("q_len", [1, 8])
-def test_torch_sees_nothing_that_waits(q_len):
-    call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed"))
+@pytest.mark.parametrize("tree", [False, True])
+def test_torch_sees_nothing_that_waits(q_len, tree):
+    call = on_gpu(Case("nvfp4", group=4, q_len=q_len, lengths="mixed", tree=tree, window=100))
     assert_torch_sees_no_wait(kvjax_torch.paged_attention, call)
 
 

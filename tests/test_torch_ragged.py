@@ -68,6 +68,29 @@ def test_a_serving_step(attend, case):
     ragged_suite.check(case, attend)
 
 
+TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4, 40, 6), "tree": True, "tree_rows": 6}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ragged(**TREES, dtype="nvfp4", sinks=True),
+        ragged(**TREES, dtype="fp8_e4m3", scales="per_head", layout="HND", window=5),
+        ragged(**TREES, dtype="bfloat16", window=20, block_size=8, cap=30.0),
+        ragged(**(TREES | {"tree_rows": 35}), dtype="float16", query_dtype="float16", window=30),
+        ragged(**(TREES | {"tree_rows": 70}), dtype="float32", query_dtype="float32", window=1),
+    ],
+    ids=str,
+)
+def test_trees_beside_prompts(attend, case):
+    ragged_suite.check(case, attend)
+
+
+def test_a_mask_for_more_tokens_than_the_step_has_is_cut():
+    problem = ragged_suite.build(ragged((2, 1), (18, 17), dtype="bfloat16", tree=True, tree_rows=9, window=3))
+    suite.assert_right(problem, *ragged_suite.run(problem, attend_on("cpu"), padding=0))
+
+
 OTHERS = [
     ragged((12, 1, 0, 9), (18, 17, 0, 9), dtype="nvfp4", scales="scalar", cap=5.0, sinks=True),
     ragged((12, 2, 13), (18, 17, 40), dtype="bfloat16", cap=5.0, window=9),
@@ -292,6 +315,7 @@ EACH_QUERY = pytest.mark.parametrize(
 SOME_OPTIONS = {
     "defaults": {},
     "a bucket": {"max_q_len": 4},
+    "a tree": {"sliding_window": 5, "tree_mask": torch.eye(3, dtype=torch.bool)},
     "all": {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.ones(4), "max_prompts": 1, "decode_q_len": 1},
 }
 
@@ -366,6 +390,17 @@ def test_shapes_on_the_meta_device():
         ({"decode_q_len": 1.0}, KVCacheTypeError, "decode_q_len: got 1.0 of type float, expected an int"),
         ({"max_q_len": True}, KVCacheTypeError, "max_q_len: got True of type bool, expected an int"),
         ({"sinks": torch.zeros(3)}, KVCacheValueError, "sinks: got shape (3,), expected [num_heads=4]"),
+        (
+            {"tree_mask": torch.ones(3, 3, dtype=torch.bool), "decode_q_len": 2},
+            KVCacheValueError,
+            "tree_mask: got shape (3, 3), expected [num_seqs=2, decode_q_len=2, decode_q_len=2], or one for all",
+        ),
+        (
+            {"tree_mask": torch.ones(3, 2, dtype=torch.bool)},
+            KVCacheValueError,
+            "tree_mask: got shape (3, 2), expected [num_seqs=2, decode_q_len=2, decode_q_len=2]",
+        ),
+        ({"tree_mask": torch.ones(3, 3)}, KVCacheTypeError, "tree_mask: got dtype torch.float32, expected torch.bool"),
         ({"sliding_window": 0}, KVCacheValueError, "sliding_window: got 0, expected a positive int or None"),
         ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
@@ -432,7 +467,12 @@ def test_long_chunks(dtype, window):
 
 
 @pytest.mark.gpu
-@matrix({"options": [{}, {"cap": 30.0}, {"sinks": True, "window": 100}], "dtype": ["bfloat16", "nvfp4"]})
+@matrix(
+    {
+        "options": [{}, {"cap": 30.0}, {"sinks": True, "window": 100}, {"tree": True, "tree_rows": 4, "window": 100}],
+        "dtype": ["bfloat16", "nvfp4"],
+    }
+)
 def test_a_gpu_gives_what_the_host_gives(options, dtype):
     call = on_cuda(dataclasses.replace(STEP, dtype=dtype, **options))
     on_host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
@@ -477,6 +517,21 @@ def test_a_graph_of_decodes_replays_with_other_lengths(dtype, q_len):
         ([1, 0, q_len, 1, q_len], [5, 33, 1328, 600, 128]),
     ]
     replayed(call, {"max_q_len": q_len}, steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_graph_of_trees_beside_prompts_replays_with_other_sizes(window):
+    case = ragged((4, 300, 1, 0, 17, 3), (1328, 700, 17, 0, 17, 90), dtype="nvfp4", head_size=128, group=4)
+    case = dataclasses.replace(case, tree=True, tree_rows=4, window=window)
+    call = on_cuda(case, fill=suite.ZERO)
+    call["block_table"].fill_(1)
+    steps = [
+        ([4, 300, 1, 0, 17, 3], [1328, 700, 17, 0, 17, 90]),
+        ([300, 1, 20, 2, 0, 0], [1300, 1, 20, 500, 0, 0]),
+        ([1, 2, 3, 4, 1, 1], [5, 33, 1328, 600, 128, 1]),
+    ]
+    replayed(call, {"max_q_len": 300, "max_prompts": 3}, steps)
 
 
 @pytest.mark.gpu

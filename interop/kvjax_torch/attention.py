@@ -26,6 +26,7 @@ class AttentionOptions(TypedDict, total=False):
     sliding_window: int | None
     logits_soft_cap: float | None
     sinks: torch.Tensor | None
+    tree_mask: torch.Tensor | None
     batch_invariant: bool
     out: torch.Tensor | None
 
@@ -95,6 +96,7 @@ def paged_attention(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +123,8 @@ def paged_attention(
       sliding_window: tokens that a query token sees, its own included; None for all.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
+      tree_mask: bool `[num_seqs, q_len, q_len]`, or `[q_len, q_len]` for all sequences: whether query token `j` sees
+        query token `i`, for drafts that are a tree; under a window by their depth, as in `kvjax.paged_attention`.
       return_lse: whether to return the log-sum-exp too.
       out: memory for the first result: contiguous, of its shape and dtype, apart from every other argument's. It is
         written in place and returned.
@@ -136,7 +140,7 @@ def paged_attention(
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens}
-    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
+    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     operation = torch.ops.kvjax.paged_attention, torch.ops.kvjax.paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, {}, out, return_lse)
@@ -193,6 +197,7 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     max_q_len: int | None = None,
@@ -230,6 +235,8 @@ def ragged_paged_attention(
       sliding_window: tokens that a query token sees, its own included; None for all.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
       sinks: float32 `[num_heads]`: a logit of each head that joins the softmax's denominator, not scaled, not capped.
+      tree_mask: bool `[num_seqs, decode_q_len, decode_q_len]`, or `[decode_q_len, decode_q_len]`: the same for
+        sequences of at most `decode_q_len` query tokens, by default as many as it has; prompts are causal.
       return_lse: whether to return the log-sum-exp too.
       out: memory for the first result: contiguous, of its shape and dtype, apart from every other argument's. It is
         returned.
@@ -254,7 +261,7 @@ def ragged_paged_attention(
     """
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tensors |= {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
-    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)
+    softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     limits: dict[str, Any] = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
     limits["query_quantization"] = as_bool("query_quantization", query_quantization)
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
@@ -353,7 +360,8 @@ def _attend(
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Calls a registered operation, the second one to have it store results in `out`."""
-    check_tensors(**tensors, **{name: x for name, x in (("sinks", softmax.sinks), ("out", out)) if x is not None})
+    optional = {"sinks": softmax.sinks, "tree_mask": softmax.tree_mask, "out": out}
+    check_tensors(**tensors, **{name: x for name, x in optional.items() if x is not None})
     kv_cache_dtype, k_scale, v_scale, v_scale_layout = stored_as
     scales = as_tensors(k_scale, v_scale, tensors["key_cache"])
     given = *tensors.values(), dtype_name(kv_cache_dtype), *scales

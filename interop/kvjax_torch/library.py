@@ -43,6 +43,7 @@ from kvjax_torch.cuda import dense_prompts, latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
 from kvjax_torch.eager import ragged as eager_ragged
 from kvjax_torch.eager.rotation import rotate
+from kvjax_torch.eager.trees import as_tree
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
@@ -105,9 +106,12 @@ def _attend(
     tensors, options = ReadTensors._make((*pages, k_scale, v_scale)), SoftmaxOptions(**softmax)
     plan = attention_plan(query, tensors, Encoding(kv_cache_dtype, v_scale_layout), options)
     if out is not None:
-        check_out(out, query, plan.cache.spec, **tensors._asdict(), sinks=options.sinks)
+        check_out(out, query, plan.cache.spec, **tensors._asdict(), sinks=options.sinks, tree_mask=options.tree_mask)
     rows, into = (x if x is None or x.ndim == 4 else x[:, None] for x in (query, out))
-    results = (reads if query.is_cuda else host).attend(plan, rows, tensors, options.sinks, into)
+    tree = None
+    if plan.tree is not None and options.tree_mask is not None:
+        tree = as_tree(options.tree_mask, plan.tree, torch.full_like(tensors.seq_lens, plan.tree))
+    results = (reads if query.is_cuda else host).attend(plan, rows, tensors, options.sinks, into, tree)
     return results[0].view(*query.shape[:-1], results[0].shape[-1]), results[1].view(query.shape[:-1])
 
 
@@ -124,9 +128,13 @@ def _attend_ragged(
     limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
     plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits, in_fp8)
     if out is not None:
-        check_out(out, query, plan.attention.cache.spec, **tensors._asdict(), cu_q_lens=cu_q_lens, sinks=softmax.sinks)
+        inputs = {**tensors._asdict(), "cu_q_lens": cu_q_lens, "sinks": softmax.sinks, "tree_mask": softmax.tree_mask}
+        check_out(out, query, plan.attention.cache.spec, **inputs)
+    tree, num_tokens = None, plan.attention.tree
+    if num_tokens is not None and softmax.tree_mask is not None:
+        tree = as_tree(softmax.tree_mask, num_tokens, cu_q_lens.clamp(0, len(query)).diff())
     serve = ragged.attend if query.is_cuda else host.attend_ragged
-    return serve(plan, query, tensors, cu_q_lens, softmax.sinks, out)
+    return serve(plan, query, tensors, cu_q_lens, softmax.sinks, out, tree)
 
 
 def _attend_to_dense(
@@ -343,6 +351,7 @@ _SOFTMAX = (
     "float? sm_scale=None, int? sliding_window=None, float? logits_soft_cap=None, Tensor? sinks=None,"
     " bool batch_invariant=False"
 )
+_TREE = "Tensor? tree_mask=None"
 _LIMITS = "SymInt? max_q_len=None, SymInt? max_prompts=None, SymInt? decode_q_len=None"
 _BOTH = "(Tensor, Tensor)"
 
@@ -379,10 +388,11 @@ _register_write(
     _rotated,
 )
 _register("gather_kv", f"{_READ}, {_STORED}, ScalarType? dtype=None", _BOTH, _gather, "a gather", _gathered)
-_register_attention("paged_attention", f"Tensor query, {_READ}, {_STORED}, {_SOFTMAX}", _attend)
+_register_attention("paged_attention", f"Tensor query, {_READ}, {_STORED}, {_SOFTMAX}, {_TREE}", _attend)
 _register_attention(
     "ragged_paged_attention",
-    f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}, bool query_quantization=False",
+    f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}, bool query_quantization=False,"
+    f" {_TREE}",
     _attend_ragged,
 )
 _register_attention(

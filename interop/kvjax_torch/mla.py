@@ -374,7 +374,7 @@ def _attend(
     check_tensors(**tensors, **({} if out is None else {"out": out}))
     kv_cache_dtype, scale = stored_as
     options = {**checked_softmax(softmax)._asdict(), **limits}
-    del options["sinks"]
+    del options["sinks"], options["tree_mask"]
     given = *tensors.values(), dtype_name(kv_cache_dtype), _as_scale(scale, tensors["kv_cache"])
     return call_operation(operation, given, options, out, return_lse)
 

@@ -15,9 +15,6 @@ from kvjax.spec import as_bool, as_int
 FREED_BLOCK = -1
 """Block table entry for a freed block, or for none."""
 
-NO_STATE = -1
-"""The state of a sequence that has none."""
-
 
 class PoolCore:
     """The parts of a `BlockPool`, which documents the arguments."""

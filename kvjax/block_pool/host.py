@@ -6,6 +6,7 @@ copy from the host is never copied there, and the host's block that it comes fro
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ import numpy as np
 
 from kvjax.block_pool.store import BlockStore
 from kvjax.errors import OutOfBlocksError
+
+NO_STATE = -1
+"""The state of a sequence that has none."""
 
 
 class Swaps(NamedTuple):
@@ -23,12 +27,14 @@ class Swaps(NamedTuple):
       from_host: pairs of a host's block and a device's, for `swap_blocks(host_cache, cache, pairs)`.
       states_to_host: the same of state slots.
       states_from_host: the same of state slots.
+      state_copies: pairs of two state slots of the device, for forks that grew. Read all before the first is written.
     """
 
     to_host: np.ndarray
     from_host: np.ndarray
     states_to_host: np.ndarray
     states_from_host: np.ndarray
+    state_copies: np.ndarray
 
 
 class HostTier:
@@ -38,8 +44,8 @@ class HostTier:
       store: their references and hashes.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.store = BlockStore(num_blocks, records_events=False)
+    def __init__(self, num_blocks: int, what: str = "host blocks") -> None:
+        self.store = BlockStore(num_blocks, records_events=False, what=what)
         self._to_host: dict[int, int] = {}  # the host's block -> the device's
         self._from_host: dict[int, int] = {}  # the device's block -> the host's, which is held until the copy is taken
 
@@ -75,11 +81,7 @@ class HostTier:
         Raises:
           OutOfBlocksError: fewer are free; nothing has changed.
         """
-        found = [key for block, key in blocks if block not in self._from_host and key and self._finds(key)]
-        needed = sum(block not in self._from_host for block, _ in blocks) - len(found)
-        num_free = self.store.num_free - sum(self.store.is_free(key) for key in found)
-        if needed > num_free:
-            raise OutOfBlocksError(needed, num_free, self.store.num_blocks, "host blocks")
+        self.check(blocks)
         # Those that are there first: none of them is then taken for the others.
         there: dict[int, int] = {}
         for block, key in blocks:
@@ -89,6 +91,14 @@ class HostTier:
             elif key and self._finds(key):
                 there[block] = self.store.hold_cached(key)
         return [there[block] if block in there else self._copied(block, key) for block, key in blocks]
+
+    def check(self, blocks: Sequence[tuple[int, bytes | None]]) -> None:
+        """Raises `OutOfBlocksError` if `put` would."""
+        found = [key for block, key in blocks if block not in self._from_host and key and self._finds(key)]
+        needed = sum(block not in self._from_host for block, _ in blocks) - len(found)
+        num_free = self.store.num_free - sum(self.store.is_free(key) for key in found)
+        if needed > num_free:
+            raise OutOfBlocksError(needed, num_free, self.store.num_blocks, self.store.what)
 
     def _finds(self, block_hash: bytes) -> bool:
         return self.store.find(block_hash) is not None
@@ -103,81 +113,75 @@ class HostTier:
         return as_pairs(to_host), as_pairs(from_host)
 
 
-class StateSlots:
-    """Slots of states on the device or on the host, without hashes: free ones, and those that are held."""
-
-    def __init__(self, number: int, what: str) -> None:
-        self.number, self._what = number, what
-        self._free = list(range(number - 1, -1, -1))
-
-    @property
-    def num_free(self) -> int:
-        """Slots that nobody has."""
-        return len(self._free)
-
-    def check(self, number: int) -> None:
-        """Raises `OutOfBlocksError` if fewer are free."""
-        if number > len(self._free):
-            raise OutOfBlocksError(number, len(self._free), self.number, self._what)
-
-    def take(self) -> int:
-        """Returns a free slot."""
-        self.check(1)
-        return self._free.pop()
-
-    def release(self, slot: int) -> None:
-        """Frees a slot."""
-        self._free.append(slot)
-
-
 class States:
-    """The state slots of a pool and of its host tier, and the copies that are to be made."""
+    """The state slots of a pool and of its host tier, and the copies that are to be made.
+
+    A fork shares its parent's slot, as it shares blocks. Slots have no hashes, so none is found by its content.
+    """
 
     def __init__(self, num_states: int, num_host_states: int) -> None:
-        self.slots = StateSlots(num_states, "states")
-        self.host = StateSlots(num_host_states, "host states")
-        self._to_host: dict[int, int] = {}  # the host's slot -> the device's
-        self._from_host: dict[int, int] = {}  # the device's slot -> the host's
+        self.slots = BlockStore(num_states, records_events=False, what="states")
+        self.host = HostTier(num_host_states, "host states")
+        self.slots.on_reuse = self._reuse
+        self._copies: dict[int, int] = {}  # a fork's slot -> the one it comes from, held until the copy is taken
+        self._num_copies_from: collections.Counter[int] = collections.Counter()
 
-    def release(self, slot: int) -> None:
-        """Frees a slot, and what it waits for."""
-        if (host_slot := self._from_host.pop(slot, None)) is not None:
-            self.host.release(host_slot)
-        self.slots.release(slot)
+    def _reuse(self, slot: int, _: bytes | None) -> None:
+        """Drops the copies that a slot waits for."""
+        self.host.reuse(slot, None)
+        if (source := self._copies.pop(slot, None)) is not None:
+            self._num_copies_from[source] -= 1
+            self.slots.release([source])
 
-    def release_host(self, host_slot: int) -> None:
-        """Frees a slot of the host."""
-        self._to_host.pop(host_slot, None)
-        self.host.release(host_slot)
+    def num_needed(self, states: Sequence[int]) -> int:
+        """Returns how many slots `own` takes for sequences that have these."""
+        writers = collections.Counter(states)
+        without = writers.pop(NO_STATE, 0)
+        return without + sum(min(number, self._num_sequences(slot) - 1) for slot, number in writers.items())
+
+    def _num_sequences(self, slot: int) -> int:
+        return self.slots.ref_cnt[slot] - self._num_copies_from[slot]
+
+    def own(self, slot: int) -> int:
+        """Returns the slot that a sequence with this one writes: the same, or a free one if it is shared or none."""
+        if slot != NO_STATE and self._num_sequences(slot) == 1:
+            return slot
+        [own] = self.slots.take(1)
+        if slot != NO_STATE:
+            source = self._content_of(slot)
+            self.slots.hold([source])
+            self._copies[own] = source
+            self._num_copies_from[source] += 1
+            self.slots.release([slot])
+        return own
+
+    def _content_of(self, slot: int) -> int:
+        """Returns the slot that holds a state until copies are made."""
+        return self._copies.get(slot, slot)
+
+    def check_swap_out(self, slot: int) -> None:
+        """Raises `OutOfBlocksError` if the host has no room for a state."""
+        self.host.check([(self._content_of(slot), None)])
 
     def swap_out(self, slot: int) -> int:
         """Moves a state to the host, which has room; returns its slot there."""
-        host_slot = self._from_host.pop(slot, None)
-        if host_slot is None:
-            host_slot = self.host.take()
-            self._to_host[host_slot] = slot
-        self.slots.release(slot)
+        [host_slot] = self.host.put([(self._content_of(slot), None)])
+        self.slots.release([slot])
         return host_slot
-
-    def num_host_needed(self, slot: int) -> int:
-        """Returns how many slots of the host `swap_out` takes."""
-        return 0 if slot in self._from_host else 1
 
     def swap_in(self, host_slot: int) -> int:
         """Moves a state back, to a free slot, which it returns."""
-        slot = self.slots.take()
-        self._from_host[slot] = host_slot
+        [slot] = self.slots.take(1)
+        self.host.load(host_slot, slot)
         return slot
 
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the pairs to copy to the host and from it, and forgets them."""
-        to_host = [(slot, host_slot) for host_slot, slot in self._to_host.items()]
-        from_host = [(host_slot, slot) for slot, host_slot in self._from_host.items()]
-        self._to_host.clear()
-        self._from_host.clear()
-        for host_slot, _ in from_host:
-            self.host.release(host_slot)
-        return as_pairs(to_host), as_pairs(from_host)
+    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the pairs to copy to the host, from it and for forks, and forgets them."""
+        copies = [(source, slot) for slot, source in self._copies.items()]
+        self._copies.clear()
+        self._num_copies_from.clear()
+        self.slots.release(source for source, _ in copies)
+        return *self.host.take(), as_pairs(copies)
 
 
 def as_pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.block_pool.core import NO_STATE, PoolCore
+from kvjax.block_pool.core import PoolCore
 from kvjax.block_pool.hashes import as_ids
 from kvjax.block_pool.host import Swaps
 from kvjax.block_pool.sequence import PagedSequence, paired
@@ -66,7 +66,7 @@ class BlockPool(PoolCore):
 
     @property
     def num_free_states(self) -> int:
-        """State slots that no sequence has."""
+        """State slots that no sequence has and no copy for a fork waits for."""
         return self._states.slots.num_free
 
     @property
@@ -150,8 +150,8 @@ class BlockPool(PoolCore):
     def take_swaps(self) -> Swaps:
         """Returns the copies to and from the host since the last call: make them before each step.
 
-        First those to the host, then those from it, then what `append` returned. Without `num_host_blocks` and
-        `num_host_states` there are none.
+        First those to the host, then those from it, then those of states for forks, then what `append` returned.
+        Without `num_host_blocks` and `num_host_states` there are only those for forks.
         """
         return Swaps(*self._host.take(), *self._states.take())
 
@@ -171,7 +171,8 @@ class BlockPool(PoolCore):
         """Reserves room for that many more tokens of each sequence in every group; if it raises, of none.
 
         First it frees the blocks that the groups' windows have passed: those that the first new token does not see. A
-        sequence that shares its partial last block gets a copy of its own to write into.
+        sequence that shares its partial last block gets a copy of its own to write into; likewise one that shares its
+        state, whose copies `take_swaps` returns.
 
         Returns:
           int32 `[num_copies, 2]`: pairs of blocks (from, to) for `copy_blocks`, to copy before the new tokens are
@@ -198,12 +199,12 @@ class BlockPool(PoolCore):
         num_free = self.num_free + sum(held[block] == count for block, count in dropped.items())
         if needed > num_free:
             raise OutOfBlocksError(needed, num_free, self.num_blocks)
-        without_state = [sequence for sequence, _ in growing if self.num_states and sequence._state == NO_STATE]
-        self._states.slots.check(len(without_state))
+        if self.num_states:
+            self._states.slots.check(self._states.num_needed([sequence._state for sequence, _ in growing]))
         for sequence, _ in growing:
             sequence._drop_passed()
-        for sequence in without_state:
-            sequence._state = self._states.slots.take()
+            if self.num_states:
+                sequence._state = self._states.own(sequence._state)
         fresh = iter(self._store.take(needed))
         copies = []
         for sequence, number in growing:

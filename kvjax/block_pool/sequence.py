@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvjax.block_pool.core import FREED_BLOCK, NO_STATE, PoolCore
+from kvjax.block_pool.core import FREED_BLOCK, PoolCore
 from kvjax.block_pool.groups import Group, GroupTable
 from kvjax.block_pool.hashes import as_ids, block_hash, root_hash
+from kvjax.block_pool.host import NO_STATE
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, OutOfBlocksError, kind_of
 from kvjax.spec import as_int, as_items
 
@@ -56,7 +57,10 @@ class PagedSequence:
 
     @property
     def state(self) -> int:
-        """Its slot in arrays of states, from its first `append` until it is freed; -1 before, and without states."""
+        """Its slot in arrays of states, from its first `append` until it is freed; -1 before, and without states.
+
+        A fork has that of its parent until one of them grows.
+        """
         return self._state
 
     @property
@@ -130,19 +134,17 @@ class PagedSequence:
             self.pool._cache(group, table, index, self._token_ids[index * size : (index + 1) * size])
 
     def fork(self) -> PagedSequence:
-        """Returns another sequence with the same tokens and blocks; further tokens go to separate blocks.
+        """Returns another sequence with the same tokens, blocks and state; further tokens go to separate ones.
 
-        It gets a state of its own: make the copies of `BlockPool.take_swaps` before, and copy slot `state` of this
-        sequence to that of the fork before any other call. The slot may be one that waits to be copied to the host.
+        `BlockPool.append` separates them: it returns the copies of blocks, `BlockPool.take_swaps` those of states.
 
         Raises:
-          OutOfBlocksError: no state is free.
           KVCacheValueError: it is swapped out.
         """
         self._check_is_here("fork")
         other = copy.copy(self)
         if self._state != NO_STATE:
-            other._state = self.pool._states.slots.take()
+            self.pool._states.slots.hold([self._state])
         other._tables, other._token_ids = [table.copy() for table in self._tables], self._token_ids[:]
         for table in self._tables:
             self.pool._store.hold(table.blocks[table.num_freed :])
@@ -184,7 +186,7 @@ class PagedSequence:
         if not number:
             self._num_resets = self.pool._num_resets
             if self._state != NO_STATE:
-                self.pool._states.release(self._state)
+                self.pool._states.slots.release([self._state])
                 self._state = NO_STATE
 
     def free_before(self, position: int) -> None:
@@ -227,7 +229,7 @@ class PagedSequence:
         self._check_is_here("swap_out")
         pool, has_state = self.pool, self._state != NO_STATE
         if has_state:
-            pool._states.host.check(pool._states.num_host_needed(self._state))
+            pool._states.check_swap_out(self._state)
         live = [table.blocks[table.num_freed :] for table in self._tables]
         keys = [self._live_hashes(table) for table in self._tables]
         placed = iter(pool._host.put([pair for of in zip(live, keys, strict=True) for pair in zip(*of, strict=True)]))
@@ -281,7 +283,7 @@ class PagedSequence:
         for host_blocks in self._swapped or ():
             self.pool._host.store.release(host_blocks)
         if self._host_state != NO_STATE:
-            self.pool._states.release_host(self._host_state)
+            self.pool._states.host.store.release([self._host_state])
         for table in self._tables:
             table.num_freed = len(table.blocks)
         self._swapped, self._host_state = None, NO_STATE

@@ -48,12 +48,13 @@ class BlockStore:
     evicts cached ones, the least recently used first.
 
     Attributes:
+      what: what they are, for messages.
       events: what happened to cached blocks; None where nobody asks.
       on_reuse: called with a free block that is taken and with its hash, before that is forgotten; may be None.
     """
 
-    def __init__(self, num_blocks: int, *, records_events: bool) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, *, records_events: bool, what: str = "blocks") -> None:
+        self.num_blocks, self.what = num_blocks, what
         self.ref_cnt = [0] * num_blocks
         self.events: list[BlockEvent] | None = [] if records_events else None
         self.on_reuse: Callable[[int, bytes | None], None] | None = None
@@ -79,9 +80,13 @@ class BlockStore:
         Raises:
           OutOfBlocksError: fewer are free.
         """
-        if number > self.num_free:
-            raise OutOfBlocksError(number, self.num_free, self.num_blocks)
+        self.check(number)
         return [self._take_free() for _ in range(number)]
+
+    def check(self, number: int) -> None:
+        """Raises `OutOfBlocksError` if fewer are free."""
+        if number > self.num_free:
+            raise OutOfBlocksError(number, self.num_free, self.num_blocks, self.what)
 
     def _take_free(self) -> int:
         if self._uncached:

@@ -32,6 +32,7 @@ from kvjax.ops.gather import Stored, as_sequences, in_one_layer, own_sequences
 from kvjax.ops.options import Given, as_bool, as_sm_scale, as_soft_cap
 from kvjax.ops.route import Query, route
 from kvjax.ops.softmax import attend_pages, one_by_one
+from kvjax.ops.trees import as_tree_mask, tree_words
 from kvjax.partition import Signature, partition_of
 from kvjax.spec import AttentionSpec
 
@@ -46,14 +47,9 @@ class AttentionOptions(TypedDict, total=False):
     sliding_window: Window
     logits_soft_cap: float | None
     sinks: ArrayLike | None
+    tree_mask: ArrayLike | None
     batch_invariant: bool
     implementation: str | None
-
-
-class LastTokenOptions(AttentionOptions, total=False):
-    """These and what only `paged_attention` takes."""
-
-    tree_mask: ArrayLike | None
 
 
 @overload
@@ -64,7 +60,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[LastTokenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
 
 
@@ -76,7 +72,7 @@ def paged_attention(
     seq_lens: ArrayLike,
     *,
     return_lse: Literal[True],
-    **options: Unpack[LastTokenOptions],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -128,8 +124,8 @@ def paged_attention(
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       tree_mask: bool `[num_seqs, q_len, q_len]`, or `[q_len, q_len]` for all sequences: whether query token `j` sees
         query token `i`. For drafts that are a tree, parents before their children: a draft sees its ancestors and
-        itself. Later tokens are not seen whatever it says. A window counts tokens as they are stored. None: each sees
-        all before it.
+        itself. Later tokens are not seen whatever it says. For a window a row is at position `seq_lens - q_len` plus
+        the number of query tokens before it that it sees, its depth in the tree. None: each sees all before it.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch and its size;
         docs/attention.md states the cost.
@@ -154,7 +150,8 @@ def paged_attention(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[-2], spec)
-    tree = None if tree_mask is None else _as_tree(tree_mask, query)
+    q_len = 1 if query.ndim == 3 else query.shape[1]
+    tree = None if tree_mask is None else as_tree_mask(tree_mask, len(query), ("q_len", q_len))
     check_devices(cache, query=query, sinks=sinks, sliding_window=sliding_window, tree_mask=tree_mask)
     return attend_last_tokens(
         "paged_attention",
@@ -183,9 +180,9 @@ def attend_last_tokens(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query.
 
-    `read` are the block table, the lengths and what of the cache is read, `others` the checked sinks and tree.
+    `read` are the block table, the lengths and what of the cache is read, `others` the checked sinks and tree mask.
     """
-    block_table, seq_lens, stored = read
+    (block_table, seq_lens, stored), (sinks, mask) = read, others
     rows = query if query.ndim == 4 else query[:, None]
     num_seqs, q_len = rows.shape[:2]
     window, window_array = as_window(given.sliding_window, cache.spec)
@@ -201,7 +198,8 @@ def attend_last_tokens(
         cache,
         rows,
         *sequences,
-        *others,
+        sinks,
+        None if mask is None else tree_words(mask, window if window_array is None else window_array),
         window_array,
         softmax=kernel.Softmax(
             sm_scale=given.sm_scale,
@@ -213,18 +211,6 @@ def attend_last_tokens(
     if query.ndim == 3:
         attended, lse = attended[:, 0], lse[:, 0]
     return (attended, lse) if return_lse else attended
-
-
-def _as_tree(tree_mask: ArrayLike, query: jax.Array) -> jax.Array:
-    """Returns a mask as words: see `kernel.ReadArrays`."""
-    num_seqs, q_len = query.shape[0], query.shape[1] if query.ndim == 4 else 1
-    dims: list[tuple[str, int | None]] = [("q_len", q_len), ("q_len", q_len)]
-    if np.ndim(tree_mask) == 3:
-        dims.insert(0, ("num_seqs", num_seqs))
-    check_array("tree_mask", tree_mask, dims, (np.dtype(bool),))
-    mask = jnp.broadcast_to(jnp.asarray(tree_mask), (num_seqs, q_len, q_len)) & np.tri(q_len, dtype=bool)
-    words = jnp.pad(mask, ((0, 0), (0, 0), (0, -q_len % 32))).reshape(num_seqs, q_len, -1, 32)
-    return jnp.sum(words.astype(jnp.uint32) << np.arange(32, dtype=np.uint32), axis=-1, dtype=jnp.uint32)
 
 
 def _attention_xla(

@@ -1,13 +1,15 @@
-"""Blocks as bytes: `export_blocks` and `import_blocks`, for a prefix cache on disk or a transfer between processes.
+"""Blocks and states as bytes: `export_blocks` and `import_blocks`, for a cache on disk or between processes.
 
 The format, version 1. Integers are little-endian, digests are SHA-256.
 
     8 bytes          b"KVJAXBLK"
     8 bytes          size of the header
-    header           JSON: the format's version, the caches (spec, layers, scales), the numbers of blocks and of hashes
+    header           JSON: the format's version, the caches (spec, layers, scales), the numbers of blocks and of hashes;
+                     with a state its dtype and shape in each array of states
     32 bytes each    the hashes of the first blocks
     32 bytes         digest of everything so far
     pages            by cache, then by block, then by layer, as they are stored
+    state            by array of states
     32 bytes         digest of everything so far
 
 Nothing is built from a header's values. What the destination would export must equal it, but for the blocks; so the
@@ -20,7 +22,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO, NamedTuple, overload
 
 import jax
 import numpy as np
@@ -32,6 +34,15 @@ from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, 
 from kvjax.memory import check_memory
 from kvjax.ops.arguments import check_cache
 from kvjax.ops.blocks import is_traced, pages_from_host, pages_to_host, put_pages, scale_on_host
+from kvjax.ops.state_bytes import (
+    check_states,
+    is_states,
+    num_state_bytes,
+    put_state,
+    state_description,
+    state_from_host,
+    state_to_host,
+)
 from kvjax.spec import as_int, spec_to_dict
 
 FORMAT = 1
@@ -49,48 +60,70 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _READ_BYTES = 2**20
 
 type Caches = Any
-"""A `KVCache`, or a list, tuple or dictionary of several whose blocks have the same numbers."""
+"""A `KVCache`, or a list, tuple or dictionary of several whose blocks have the same numbers, and of states' arrays."""
 
 type Source = bytes | bytearray | memoryview | BinaryIO
 """Anything with a buffer of bytes, such as an `mmap`, or with `read(size)`."""
 
 
-@overload
-def export_blocks(caches: Caches, blocks: ArrayLike, file: None = None, *, hashes: Sequence[bytes] = ()) -> bytes: ...
+class _Parts(NamedTuple):
+    """The leaves of caches, by their place: caches of pages, and arrays of states with a sequence's slot in them."""
+
+    caches: dict[int, KVCache]
+    states: dict[int, Any]
+    slot: int
 
 
 @overload
-def export_blocks(caches: Caches, blocks: ArrayLike, file: BinaryIO, *, hashes: Sequence[bytes] = ()) -> None: ...
+def export_blocks(
+    caches: Caches, blocks: ArrayLike, file: None = None, *, hashes: Sequence[bytes] = (), state: int | None = None
+) -> bytes: ...
+
+
+@overload
+def export_blocks(
+    caches: Caches, blocks: ArrayLike, file: BinaryIO, *, hashes: Sequence[bytes] = (), state: int | None = None
+) -> None: ...
 
 
 def export_blocks(
-    caches: Caches, blocks: ArrayLike, file: BinaryIO | None = None, *, hashes: Sequence[bytes] = ()
+    caches: Caches,
+    blocks: ArrayLike,
+    file: BinaryIO | None = None,
+    *,
+    hashes: Sequence[bytes] = (),
+    state: int | None = None,
 ) -> bytes | None:
     """Returns blocks as bytes that `import_blocks` reads, or writes them to `file`, at most 16 MiB of pages at a time.
 
-    The pages of a divided cache are exported whole, in the order of an undivided one.
+    The pages of a divided cache, and the state of a divided array, are exported whole, in the order of an undivided
+    one.
 
     A write that fails, or a reader that goes away, leaves a part of an export, which `import_blocks` refuses.
 
     Args:
-      caches: a cache, or a list, tuple or dictionary of the caches that share a block table.
+      caches: a cache, or a list, tuple or dictionary of the caches that share a block table. Beside them may be arrays
+        of states, `[num_states, ...]`, of JAX or NumPy.
       blocks: the blocks' numbers, integers `[num_blocks]`, in the order of the sequence's tokens.
       file: anything with `write(bytes)`, such as an open file or `socket.makefile("wb")`; not flushed.
       hashes: of the first blocks, as `PagedSequence.block_hashes` returns them; the importer finds them in
         `open_blocks`.
+      state: the sequence's slot in the arrays of states, `PagedSequence.state`; None without such arrays.
 
     Raises:
-      KVCacheValueError, KVCacheTypeError: a block that a cache does not have, invalid hashes, or no caches.
+      KVCacheValueError, KVCacheTypeError: a block that a cache does not have, a slot that an array of states does not
+        have, invalid hashes, or no caches.
       UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
     """
-    found = _as_caches(caches)
+    found = _as_parts(caches, state, is_written=False)
     numbers = _as_blocks(blocks, found, least=0)
     _check_hashes(hashes, len(numbers))
     header = {**_described(found), "num_blocks": len(numbers), "num_hashes": len(hashes)}
-    encoded = json.dumps(header).encode()
+    # Without states it is what versions before them wrote.
+    encoded = json.dumps({name: value for name, value in header.items() if value is not None}).encode()
     if len(encoded) > MAX_HEADER_BYTES:
         raise KVCacheValueError(
-            f"caches: got {len(found)} that a header of {len(encoded):,} bytes describes, expected at most"
+            f"caches: got {len(found.caches)} that a header of {len(encoded):,} bytes describes, expected at most"
             f" {MAX_HEADER_BYTES:,}: export fewer caches at once"
         )
     to = io.BytesIO() if file is None else file
@@ -103,9 +136,11 @@ def export_blocks(
     write(MAGIC + len(encoded).to_bytes(8, "little") + encoded)
     write(b"".join(hashes))
     write(digest.digest())
-    for cache in found:
+    for cache in found.caches.values():
         for chunk in _chunks(cache, len(numbers)):
             write(pages_to_host(cache, numbers[chunk]).reshape(-1).data)
+    for states in found.states.values():
+        write(state_to_host(states, found.slot).data)
     _write(to, digest.digest())
     return to.getvalue() if isinstance(to, io.BytesIO) and file is None else None
 
@@ -134,28 +169,35 @@ class StoredBlocks:
         self.hashes = tuple(hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))
         self._is_read = False
 
-    def read_into(self, caches: list[KVCache], numbers: np.ndarray) -> list[KVCache]:
-        """Does what `import_blocks` says, for checked caches and blocks."""
+    def read_into(self, parts: _Parts, numbers: np.ndarray) -> list[Any]:
+        """Does what `import_blocks` says, for checked caches and blocks; returns the leaves of the caches."""
         if self._is_read:
             raise KVCacheValueError("source: got blocks that were imported before, expected to open them again")
-        for name, expected in _described(caches).items():
+        for name, expected in _described(parts).items():
             _check_equal(name, self._header.get(name), expected)
         if len(numbers) != self.num_blocks:
             raise KVCacheValueError(f"blocks: got {len(numbers)}, expected {self.num_blocks}, as source has them")
         self._is_read = True
-        pages = [np.frombuffer(self._take(len(numbers) * _block_bytes(cache)), np.uint8) for cache in caches]
+        pages = {i: self._take(len(numbers) * _block_bytes(cache)) for i, cache in parts.caches.items()}
+        states = {i: np.frombuffer(self._take(num_state_bytes(each)), np.uint8) for i, each in parts.states.items()}
         self._check_digest("pages")
         if self._is_whole and self._read(1):
             raise KVCacheValueError("source: got bytes after the last page's digest, expected none")
         wanted = np.flatnonzero(numbers >= 0)
-        chunks = [(i, cache, wanted[part]) for i, cache in enumerate(caches) for part in _chunks(cache, len(wanted))]
+        written = parts.caches | parts.states
         # All are on their devices before the first is written: without memory for one, no cache has changed.
-        placed = [pages_from_host(cache, pages[i].reshape(len(numbers), -1)[chunk]) for i, cache, chunk in chunks]
-        jax.block_until_ready(placed)
-        written = list(caches)
-        for (i, _, chunk), of_chunk in zip(chunks, placed, strict=True):
-            written[i] = put_pages(f"caches[{i}]", written[i], of_chunk, numbers[chunk])
-        return written
+        placed = [
+            (i, numbers[wanted[part]], pages_from_host(cache, _rows(pages[i], len(numbers))[wanted[part]]))
+            for i, cache in parts.caches.items()
+            for part in _chunks(cache, len(wanted))
+        ]
+        placed_states = {i: state_from_host(written[i], state) for i, state in states.items()}
+        jax.block_until_ready((placed, placed_states))
+        for i, to_blocks, of_chunk in placed:
+            written[i] = put_pages(f"caches[{i}]", written[i], of_chunk, to_blocks)
+        for i, state in placed_states.items():
+            written[i] = put_state(f"caches[{i}]", written[i], state, parts.slot)
+        return [written[i] for i in sorted(written)]
 
     def _take(self, size: int) -> bytearray:
         """Reads exactly `size` bytes. Memory grows with what is read, not with what a file claims to hold."""
@@ -191,28 +233,31 @@ def open_blocks(source: Source) -> StoredBlocks:
     return StoredBlocks(source)
 
 
-def import_blocks(source: Source | StoredBlocks, caches: Caches, blocks: ArrayLike) -> Caches:
+def import_blocks(
+    source: Source | StoredBlocks, caches: Caches, blocks: ArrayLike, *, state: int | None = None
+) -> Caches:
     """Writes exported blocks into blocks of caches that store the same; returns these caches.
 
-    **The caches are donated**, and so written in place: use the returned ones. If the call raises, they have not
-    changed and are not donated, unless a device fails while it writes or NumPy views pinned memory of theirs: the pages
-    stay in host memory until their digest is checked, then on the devices until all are there. To hold less, export
-    fewer blocks at once.
+    **The caches are donated**, and so written in place, as NumPy's states are: use the returned ones. If the call
+    raises, they have not changed and are not donated, unless a device fails while it writes or NumPy views pinned
+    memory of theirs: the pages stay in host memory until their digest is checked, then on the devices until all are
+    there. To hold less, export fewer blocks at once.
 
     Args:
       source: as in `open_blocks`, or what it returned. Bytes must end with the export.
-      caches: like those exported: as many, in the same order, of equal specs, layers and scales. They may be divided
-        in any other way.
+      caches: like those exported: as many, in the same order, of equal specs, layers and scales; likewise arrays of
+        states, of equal dtypes and shapes but for `num_states`. They may be divided in any other way.
       blocks: the block that each exported block goes to, integers `[num_blocks]`, each at most once; -1 for one that is
         not needed.
+      state: the slot that an exported state goes to; None without arrays of states.
 
     Raises:
       KVCacheValueError: as `open_blocks`; an export that does not fit the caches, naming the first field that differs;
-        a block that a cache does not have, or a repeated one.
+        a block or a slot that a cache does not have, or a repeated block.
       KVCacheTypeError: arguments of another kind.
       UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
     """
-    found = _as_caches(caches)
+    found = _as_parts(caches, state, is_written=True)
     numbers = _as_blocks(blocks, found, least=-1)
     wanted = numbers[numbers >= 0]
     if len(np.unique(wanted)) != len(wanted):
@@ -227,24 +272,41 @@ def _is_cache(value: object) -> bool:
     return isinstance(value, KVCache)
 
 
-def _as_caches(caches: Caches) -> list[KVCache]:
-    found = jax.tree.leaves(caches, is_leaf=lambda value: not isinstance(value, (list, tuple, dict)))
-    if not found:
+def _as_parts(caches: Caches, state: int | None, *, is_written: bool) -> _Parts:
+    leaves = enumerate(jax.tree.leaves(caches, is_leaf=lambda value: not isinstance(value, (list, tuple, dict))))
+    found = _Parts({}, {}, -1)
+    for index, leaf in leaves:
+        if is_states(leaf):
+            check_states(f"caches[{index}]", leaf, is_written=is_written)
+            found.states[index] = leaf
+        else:
+            _check_pages(f"caches[{index}]", leaf)
+            found.caches[index] = leaf
+    if not found.caches:
         raise KVCacheValueError(f"caches: got {shown(caches)}, expected at least one KVCache")
-    for index, cache in enumerate(found):
-        what = f"caches[{index}]"
-        check_cache(cache, what, may_be_pinned=True)
-        if is_traced(*jax.tree.leaves(cache)):
-            raise KVCacheTypeError(f"{what}: got a traced cache, expected a call outside jit")
-        if not cache.kv.is_fully_addressable:
-            raise UnsupportedError(f"{what}: got a cache of several processes, expected one whose devices are all here")
-        check_memory(what, cache.kv.sharding)
-    if len({id(cache.kv) for cache in found}) != len(found):
+    arrays = [*(cache.kv for cache in found.caches.values()), *found.states.values()]
+    if len({id(array) for array in arrays}) != len(arrays):
         raise KVCacheValueError("caches: got a cache twice, expected each once")
-    return found
+    if not found.states:
+        if state is not None:
+            raise KVCacheValueError(f"state: got {shown(state)}, expected None: caches has no arrays of states")
+        return found
+    if state is None:
+        raise KVCacheValueError("state: got None, expected the slot of a sequence: caches has arrays of states")
+    slot = as_int("state", state, least=0, most=min(map(len, found.states.values())) - 1)
+    return found._replace(slot=slot)
 
 
-def _as_blocks(blocks: Any, caches: list[KVCache], *, least: int) -> np.ndarray:
+def _check_pages(what: str, cache: Any) -> None:
+    check_cache(cache, what, may_be_pinned=True)
+    if is_traced(*jax.tree.leaves(cache)):
+        raise KVCacheTypeError(f"{what}: got a traced cache, expected a call outside jit")
+    if not cache.kv.is_fully_addressable:
+        raise UnsupportedError(f"{what}: got a cache of several processes, expected one whose devices are all here")
+    check_memory(what, cache.kv.sharding)
+
+
+def _as_blocks(blocks: Any, parts: _Parts, *, least: int) -> np.ndarray:
     """Returns the blocks' numbers, int32, after checking that every cache has them."""
     numbers = np.asarray(blocks)
     if numbers.ndim != 1:
@@ -252,7 +314,7 @@ def _as_blocks(blocks: Any, caches: list[KVCache], *, least: int) -> np.ndarray:
     if numbers.size and numbers.dtype.kind not in "iu":
         raise KVCacheTypeError(f"blocks: got dtype {numbers.dtype}, expected integers")
     for number in (numbers.min(), numbers.max()) if numbers.size else ():
-        as_int("blocks", number, least=least, most=min(cache.num_blocks for cache in caches) - 1)
+        as_int("blocks", number, least=least, most=min(cache.num_blocks for cache in parts.caches.values()) - 1)
     return numbers.astype(np.int32)
 
 
@@ -270,7 +332,7 @@ def _check_hashes(hashes: Sequence[bytes], num_blocks: int) -> None:
             raise KVCacheValueError(f"hashes[{index}]: got {len(block_hash)} bytes, expected {HASH_BYTES}")
 
 
-def _described(caches: list[KVCache]) -> dict[str, Any]:
+def _described(parts: _Parts) -> dict[str, Any]:
     """Returns what an export of these caches says of them, as JSON values: equal for caches of equal bytes."""
     of_caches = [
         {
@@ -279,9 +341,10 @@ def _described(caches: list[KVCache]) -> dict[str, Any]:
             "num_layers": cache.num_layers,
             **{what: _scale_values(getattr(cache, what), cache) for what in SCALES},
         }
-        for cache in caches
+        for cache in parts.caches.values()
     ]
-    return {"format": FORMAT, "hash": HASH_VERSION, "caches": json.loads(json.dumps(of_caches))}
+    of_states = [state_description(states) for states in parts.states.values()] or None
+    return {"format": FORMAT, "hash": HASH_VERSION, "caches": json.loads(json.dumps(of_caches)), "states": of_states}
 
 
 def _scale_values(scale: Any, cache: KVCache) -> Any:
@@ -326,6 +389,10 @@ def _parsed(encoded: bytearray) -> dict[str, Any]:
     if type(num_hashes) is not int or not 0 <= num_hashes <= most:
         raise KVCacheValueError(f"source: got num_hashes={shown(num_hashes)}, expected an int from 0 to {most}")
     return header
+
+
+def _rows(data: bytearray, number: int) -> np.ndarray:
+    return np.frombuffer(data, np.uint8).reshape(number, -1)
 
 
 def _block_bytes(cache: KVCache) -> int:

@@ -71,7 +71,7 @@ def copy_blocks(
     if is_traced(cache.kv, pairs, layer):
         return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
     copy = _copy_donated_jit if donate else _copy_jit
-    with _named_views("cache", cache.kv):
+    with _named_views("cache.kv", cache.kv):
         return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
 
 
@@ -152,7 +152,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
         check_memory(name, cache.kv.sharding)
-    sharding = _sharding_of_pages(destination.kv, layer)
+    sharding = sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
     parts = [(from_blocks, to_blocks)]
     if is_any_pinned:
@@ -160,7 +160,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         parts = [(from_blocks[part], to_blocks[part]) for part in pinned.parts(copied)]
 
     def moved(from_blocks: np.ndarray) -> jax.Array:
-        pages = _taken(source.kv, from_blocks, layer)
+        pages = taken_pages(source.kv, from_blocks, layer)
         if not has_same_order:
             if shares[0] > 1:
                 pages = jax.device_put(pages, _undivided(sharding))
@@ -168,7 +168,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         return jax.device_put(pages, sharding)
 
     pages = [(moved(from_blocks), to_blocks) for from_blocks, to_blocks in parts]  # all before anything is donated
-    return dataclasses.replace(destination, kv=_with_pages("destination", destination.kv, pages, layer))
+    return dataclasses.replace(destination, kv=with_pages("destination.kv", destination.kv, pages, layer))
 
 
 def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
@@ -179,7 +179,7 @@ def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
     """
     shares, number = _head_shares(cache), len(blocks)
     padded, _ = _on_host(np.stack([blocks, blocks], axis=1), None)
-    pages = _taken(cache.kv, np.maximum(padded[:, 0], 0), None)
+    pages = taken_pages(cache.kv, np.maximum(padded[:, 0], 0), None)
     if shares > 1 and not cache.spec.has_head_axis:
         pages = _regroup(jax.device_put(pages, _undivided(cache.kv.sharding)), cache.spec, shares, 1)
     in_bytes = np.ascontiguousarray(np.asarray(pages)[:number]).view(np.uint8)
@@ -195,7 +195,7 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
     stored = np.dtype(f"uint{8 * cache.kv.dtype.itemsize}")
     whole = np.zeros((1 << max(number - 1, 0).bit_length(), *cache.spec.cache_shape(1, cache.num_layers)[1:]), stored)
     whole[:number].view(np.uint8).reshape(number, -1)[...] = pages.reshape(number, -1)
-    sharding, placed = _sharding_of_pages(cache.kv, None), whole
+    sharding, placed = sharding_of_pages(cache.kv, None), whole
     if shares > 1 and not cache.spec.has_head_axis:
         placed = _regroup(jax.device_put(whole, _undivided(sharding)), cache.spec, 1, shares)
     return jax.device_put(placed, sharding)
@@ -204,7 +204,7 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 def put_pages(what: str, cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
     """Writes pages of `pages_from_host` into blocks, int32, of the cache `what`, which it donates; no padding."""
     to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
-    return dataclasses.replace(cache, kv=_with_pages(what, cache.kv, [(pages, to_blocks)], None))
+    return dataclasses.replace(cache, kv=with_pages(f"{what}.kv", cache.kv, [(pages, to_blocks)], None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -256,7 +256,7 @@ def _shown(value: Any) -> str:
     return repr(getattr(value, "value", value))
 
 
-def _sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:
+def sharding_of_pages(kv: jax.Array, layer: ArrayLike | None) -> Sharding:
     """Returns the sharding of selected pages in device memory that matches the whole cache's.
 
     Each device gets all selected pages.
@@ -371,15 +371,15 @@ _take_jit, _take_pinned_jit = jax.jit(_take), jax.jit(pinned.take, compiler_opti
 _put_jit = jax.jit(_put, donate_argnums=0)
 
 
-def _taken(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+def taken_pages(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
     """Returns pages as integers in device memory, from whichever memory the cache's array is in."""
     return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
 
 
-def _with_pages(
+def with_pages(
     what: str, kv: jax.Array, parts: Sequence[tuple[jax.Array, np.ndarray]], layer: ArrayLike | None
 ) -> jax.Array:
-    """Returns the array of the cache `what`, which it donates, in its memory, with pages that `_taken` returned."""
+    """Returns the array `what`, which it donates, in its memory, with pages that `taken_pages` returned."""
     with _named_views(what, kv):
         if is_pinned(kv):
             return pinned.put(kv, parts, layer)
@@ -402,7 +402,7 @@ def _named_views(what: str, kv: jax.Array) -> Iterator[None]:
                 ". np.asarray of pinned memory is a view: look at a copy, jax.device_put(kv, jax.memory.Space.Device)"
             )
         raise KVCacheValueError(
-            f"{what}.kv: got an array that NumPy or another library views, expected one without views, since it is"
+            f"{what}: got an array that NumPy or another library views, expected one without views, since it is"
             f" donated{hint}"
         ) from error
 

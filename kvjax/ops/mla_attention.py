@@ -223,7 +223,7 @@ def mla_ragged_paged_attention(
         cache,
         query,
         (block_table, seq_lens, cu_q_lens, Stored(layer, scale, None)),
-        None,
+        (None, None),
         Given(_as_sm_scale(sm_scale), sliding_window, logits_soft_cap, return_lse, batch_invariant, implementation),
         as_limits(max_q_len, None, None),
     )

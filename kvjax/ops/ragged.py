@@ -44,6 +44,7 @@ from kvjax.ops.gather import Stored, as_sequences, in_one_layer
 from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
 from kvjax.ops.route import Query, check_query_quantization, route
 from kvjax.ops.softmax import InFp8, attend_pages
+from kvjax.ops.trees import as_tree_mask, packed_words, words_of_rows
 from kvjax.ops.value_checks import check_query_lens, is_checked
 from kvjax.partition import Signature
 
@@ -97,6 +98,7 @@ def ragged_paged_attention(
     sliding_window: Window = OF_LAYER,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
     max_q_len: int | None = None,
@@ -133,6 +135,10 @@ def ragged_paged_attention(
         only; below 1 it masks all tokens); or None for no window. Default: the layer's.
       logits_soft_cap: bound on the magnitude of logits, a positive Python number; None for no cap.
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
+      tree_mask: bool `[num_seqs, decode_q_len, decode_q_len]`, or `[decode_q_len, decode_q_len]` for all sequences:
+        whether query token `j` of a sequence sees its query token `i`, both counted from its first, as in
+        `paged_attention`. For sequences of at most `decode_q_len` query tokens, by default as many as it has; those of
+        fewer use its first rows and columns. Prompts, which have more, are causal.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch, for the same
         `max_q_len` and `decode_q_len`. Where no prompt kernel serves prompts, XLA then serves the call.
@@ -140,8 +146,8 @@ def ragged_paged_attention(
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
         `num_tokens` can hold.
       decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
-        Python int, default `max_q_len` if that is at most 8, else 1. With 0 none does, and a sequence of one query
-        token counts towards `max_prompts`.
+        Python int, default that of `tree_mask`, else `max_q_len` if that is at most 8, else 1. With 0 none does, and a
+        sequence of one query token counts towards `max_prompts`.
       query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
         products in fp8: query, weights, and elements of NVFP4 are rounded to e4m3, 3 bits after the leading one. For
         caches of fp8_e4m3 and NVFP4, also of one's keys and the other's values, and head sizes of 32, 64, 96 and 128.
@@ -166,13 +172,15 @@ def ragged_paged_attention(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     sinks = as_sinks(sinks, query.shape[1], spec)
-    check_devices(cache, query=query, sinks=sinks, cu_q_lens=cu_q_lens, sliding_window=sliding_window)
+    check_devices(
+        cache, query=query, sinks=sinks, cu_q_lens=cu_q_lens, sliding_window=sliding_window, tree_mask=tree_mask
+    )
     return attend_ragged(
         "ragged_paged_attention",
         cache,
         query,
         (block_table, seq_lens, cu_q_lens, Stored(layer, k_scale, v_scale)),
-        sinks,
+        (sinks, tree_mask),
         Given(
             as_sm_scale(sm_scale, spec.head_size),
             sliding_window,
@@ -191,22 +199,26 @@ def attend_ragged(
     cache: KVCache,
     query: jax.Array,
     read: tuple[ArrayLike, ArrayLike, ArrayLike, Stored],
-    sinks: jax.Array | None,
+    others: tuple[jax.Array | None, ArrayLike | None],
     given: Given,
     limits: Limits,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns what `operation`, `ragged_paged_attention` or that of MLA, does, for a checked query and sinks.
+    """Returns what `operation`, `ragged_paged_attention` or that of MLA, does, for a checked query.
 
-    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read; `limits` are
-    checked.
+    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read, `others` the
+    checked sinks and the tree mask; `limits` are checked.
     """
-    block_table, seq_lens, cu_q_lens, stored = read
+    (block_table, seq_lens, cu_q_lens, stored), (sinks, tree_mask) = read, others
     num_tokens = query.shape[0]
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
     return_lse = as_bool("return_lse", given.return_lse)
+    mask = None
+    if tree_mask is not None:
+        mask = as_tree_mask(tree_mask, num_seqs, ("decode_q_len", limits.decode_q_len))
+        limits = limits._replace(decode_q_len=mask.shape[-1])
     sizes = buckets(limits, num_tokens, num_seqs, batch_invariant=batch_invariant)
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
@@ -216,9 +228,12 @@ def attend_ragged(
     window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, stored, last_tokens=reach)
+    decode, tree = sizes.decode_q_len, None
+    if mask is not None and decode:
+        restricts = window if window_array is None else window_array
+        tree = words_of_rows(mask[:, :decode, :decode], bounds[:-1], bounds[1:], num_tokens, restricts)
     # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
-    decode = sizes.decode_q_len
-    decode_rows = (num_seqs, decode) if window is None else (num_seqs * decode, 1)
+    decode_rows = (num_seqs, decode) if window is None or tree is not None else (num_seqs * decode, 1)
     batch = None
     if batch_invariant:
         batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
@@ -235,7 +250,7 @@ def attend_ragged(
         bounds[1:],
         *sequences[2:],
         sinks,
-        None,  # no tree
+        tree,
         window_array,
         options=StaticOptions(
             sizes,
@@ -244,6 +259,7 @@ def attend_ragged(
                 window=window,
                 logits_soft_cap=as_soft_cap(given.logits_soft_cap),
                 batch_invariant=batch_invariant,
+                tree_tokens=None if tree is None else decode,
                 query_quantization=query_quantization,
             ),
             asked,
@@ -280,8 +296,8 @@ def _ragged_xla(
     Args:
       cache: one device's cache or its share of one.
       query: `[num_tokens, num_heads, head_size]`, including rows of sequences of other shares.
-      arrays: those of `paged_attention`'s implementations and, after the block table and the lengths, int32
-        `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
+      arrays: those of `paged_attention`'s implementations, the tree's `[num_tokens, ...]`, and, after the block table
+        and the lengths, int32 `[num_seqs]`: the first row of each sequence, in order, and the row after the last.
       options: the call's; no result depends on its `limits`, but for which rows are those of prompts.
 
     Returns:
@@ -298,6 +314,9 @@ def _ragged_xla(
         lens = read.seq_lens[tile.seq]
         position = jnp.where(tile.is_row, jnp.maximum(lens, 0)[:, None] - tile.from_end, -1)
         own = read._replace(block_table=block_table[tile.seq], seq_lens=lens)
+        if read.tree is not None:
+            row = q_ends[tile.seq][:, None] - tile.from_end
+            own = own._replace(tree=read.tree[jnp.clip(row, 0, len(read.tree) - 1)])
         in_fp8 = None
         if softmax.query_quantization:
             q_lens = (q_ends - q_starts)[tile.seq]
@@ -390,10 +409,13 @@ def _decode(
     from_last = jnp.arange(-decode_q_len, 0)[None, :]
     is_row = q_lens[:, None] + from_last >= 0
     own = read._replace(seq_lens=jnp.where(q_lens > 0, read.seq_lens, 0))
-    packed = query[jnp.clip(q_ends[:, None] + from_last, 0, query.shape[0] - 1)]
+    index = jnp.clip(q_ends[:, None] + from_last, 0, query.shape[0] - 1)
+    packed = query[index]
     # Rows of other sequences would affect the rounding of this one's.
     packed = jnp.where(is_row[..., None, None], packed, jnp.zeros((), packed.dtype))
-    if softmax.window is None or decode_q_len == 1:
+    if read.tree is not None:
+        own = own._replace(tree=packed_words(read.tree, index, is_row))
+    if softmax.window is None or decode_q_len == 1 or read.tree is not None:
         out, lse = attention_mosaic(cache, packed, *own, None, softmax=softmax)
     else:
         # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
@@ -420,7 +442,7 @@ def _candidates(query: Query) -> select.Candidates:
         why_not_mosaic=functools.partial(why_no_kernels, query),
         differentiable=frozenset({"query", "sinks"}),
         signature=Signature(
-            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", "", ""),
+            arguments=("tokens heads head_size", *sequences, "", "heads", "heads", "heads", "tokens words", ""),
             results=("blocks tokens heads head_size", "blocks tokens heads"),
             own=own_query_sequences,
         ),

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.cache import KVCache
-from kvjax.kernels.attention import ReadArrays, Softmax
+from kvjax.kernels.attention import TREE_DEPTHS, ReadArrays, Softmax
 from kvjax.kernels.prompts import fp8
 from kvjax.ops.gather import gather_xla, token_mask, units_of_blocks
 from kvjax.spec import AttentionSpec
@@ -29,18 +29,25 @@ INVARIANT_TOKENS = 1024
 
 
 class Tree(NamedTuple):
-    """Which query tokens the rows of sequences see: `ReadArrays.tree`, and the sequences' lengths."""
+    """Which query tokens rows see: `ReadArrays.tree`, the sequences' lengths, and the query tokens that it is for."""
 
-    words: jax.Array
+    rows: jax.Array
     seq_lens: jax.Array
+    num_tokens: int
 
-    def sees(self, token: jax.Array) -> jax.Array:
-        """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`."""
-        number = token[None, :] - (self.seq_lens[:, None] - self.words.shape[1])
-        word = jnp.clip(number // 32, 0, self.words.shape[2] - 1)
-        found = jnp.take_along_axis(self.words, word[:, None, :], axis=2)
+    def sees(self, token: jax.Array, window: Any) -> jax.Array:
+        """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`.
+
+        A window is by a row's position, which follows the tokens before the query as its depth says. Of the query
+        tokens the words leave out what is not in it.
+        """
+        depth, words = lax.bitcast_convert_type(self.rows[..., 0], jnp.int32), self.rows[..., TREE_DEPTHS:]
+        number = token[None, :] - (self.seq_lens[:, None] - self.num_tokens)
+        word = jnp.clip(number // 32, 0, words.shape[2] - 1)
+        found = jnp.take_along_axis(words, word[:, None, :], axis=2)
         bit = (found >> (number % 32).astype(jnp.uint32)[:, None, :]) & 1
-        return (number < 0)[:, None, :] | (bit != 0)
+        in_window = True if window is None else depth[:, :, None] - number[:, None, :] < window
+        return jnp.where((number < 0)[:, None, :], in_window, bit != 0)
 
 
 class TokenChunks(NamedTuple):
@@ -136,10 +143,10 @@ def attend(
         token = number * keys.shape[1] + jnp.arange(keys.shape[1])
         age = positions[:, :, None] - token[None, None, :]
         seen = (age >= 0) & there[:, None, :]
-        if softmax.window is not None:
-            seen &= age < softmax.window
         if chunks.tree is not None:
-            seen &= chunks.tree.sees(token)
+            seen &= chunks.tree.sees(token, softmax.window)
+        elif softmax.window is not None:
+            seen &= age < softmax.window
         # Masked values may be NaN, which a weight of 0 does not remove.
         values = jnp.where(seen.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         logits = softmax.sm_scale * jnp.einsum(
@@ -247,7 +254,8 @@ def attend_pages(
         keys, values = _of_latents(*stored) if spec.is_mla else stored
         return keys, values, token_mask(blocks, lengths, cache.num_blocks, spec.block_size)
 
-    own = TokenChunks(num_chunks, read, None if tree is None else Tree(tree, seq_lens))
+    own_tree = None if tree is None else Tree(tree, seq_lens, softmax.tree_tokens or query.shape[1])
+    own = TokenChunks(num_chunks, read, own_tree)
     return attend(query, own, positions, sinks, spec, softmax, in_fp8 and in_fp8.is_any)
 
 

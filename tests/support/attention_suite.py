@@ -37,7 +37,7 @@ LENGTHS = {
 class Case:
     """One kind of call.
 
-    `tree`: whether rows see some of the other query tokens alone.
+    `tree`: whether rows see some of the other query tokens alone, in sequences of up to `tree_rows` rows if it is set.
 
     `scales`: "one", "scalar" or "per_head". `q_lens`: of each sequence how many of its `q_len` rows there are, the last
     ones, where that is not all of them.
@@ -61,6 +61,7 @@ class Case:
     scales: str = "one"
     sm_scale: float | None = None
     tree: bool = False
+    tree_rows: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -219,8 +220,9 @@ def build(
     options |= {"sliding_window": case.window, "logits_soft_cap": case.cap}
     options["sinks"] = (2 * rng.standard_normal(shape[2])).astype(np.float32) if case.sinks else None
     if case.tree:
-        seen = rng.random((len(seq_lens), case.q_len, case.q_len)) < 0.5  # later tokens too, which nobody sees
-        options["tree_mask"] = seen | np.eye(case.q_len, dtype=bool)
+        width = case.tree_rows or case.q_len
+        seen = rng.random((len(seq_lens), width, width)) < 0.5  # later tokens too, which nobody sees
+        options["tree_mask"] = seen | np.eye(width, dtype=bool)
     args = query, cache_from_bytes(pages, spec, num_blocks), block_table, seq_lens
     return Problem(case, args, options, *dense)
 
@@ -312,11 +314,7 @@ def attention(
     lse = np.full((q_len, case.num_kv_heads, case.group), -np.inf)
     magnitude = 0.0
     for row in range(q_len):
-        position = len(keys) - q_len + row
-        seen = np.arange(0 if case.window is None else max(0, position - case.window + 1), max(position + 1, 0))
-        if case.tree:
-            number = seen - (len(keys) - q_len)
-            seen = seen[(number < 0) | problem.options["tree_mask"][seq, row, np.maximum(number, 0)]]
+        seen = seen_tokens(problem, len(keys), q_len, row, seq)
         for head in range(case.num_kv_heads):
             k, v, q = keys[seen, head].astype(dtype), values[seen, head].astype(dtype), grouped[row, head]
             logits = q @ k.T * sm_scale
@@ -339,6 +337,25 @@ def attention(
             out[row, head] = weights @ v / total[:, None]
             lse[row, head] = largest[:, 0] + np.log(total)
     return out.reshape(q_len, num_heads, -1), lse.reshape(q_len, num_heads), float(magnitude)
+
+
+def seen_tokens(problem: Problem, length: int, q_len: int, row: int, seq: int) -> np.ndarray:
+    """The tokens that a row of the query sees, in order.
+
+    In a tree, positions are those of the tokens before the query, and then the depths of the query tokens.
+    """
+    context, window = length - q_len, problem.case.window
+    stored = np.arange(max(context + row + 1, 0))
+    position, seen = stored, np.full(len(stored), True)
+    if problem.case.tree and q_len <= problem.options["tree_mask"].shape[1]:
+        mask = np.tril(problem.options["tree_mask"][seq])[:q_len, :q_len]
+        depth = mask.sum(axis=1) - mask.diagonal()
+        position = np.where(stored < context, stored, context + depth[np.maximum(stored - context, 0)])
+        seen = (stored < context) | mask[row, np.maximum(stored - context, 0)]
+        row = int(depth[row])
+    if window is not None:
+        seen &= position > context + row - window
+    return stored[seen]
 
 
 def error_shares(problem: Problem, out: np.ndarray) -> list[float]:

@@ -16,7 +16,20 @@ BY_HEADS = P(None, None, None, "heads")
 FROM, TO = np.array([3, 0, 6]), np.array([5, 4, 1])
 
 
+def states_of_shares() -> None:
+    states = np.random.default_rng(0).standard_normal((6, 4, 3)).astype(np.float32)
+    cache = KVCache.allocate(simple_spec(num_kv_heads=4), 8)
+    whole = kvjax.export_blocks([cache, states], [], state=3)
+    for axes in (P(), P(None, "heads"), P("blocks"), P("blocks", "heads")):
+        divided = jax.device_put(states, NamedSharding(MESH, axes))
+        assert kvjax.export_blocks([cache, divided], [], state=3) == whole, axes
+        cache, written = kvjax.import_blocks(whole, [cache, divided], [], state=5)
+        assert written.sharding.is_equivalent_to(NamedSharding(MESH, axes), 3), axes
+        np.testing.assert_array_equal(np.asarray(written), np.concatenate([states[:5], states[3:4]]))
+
+
 def main() -> None:
+    states_of_shares()
     write = jax.jit(kvjax.reshape_and_cache_flash, donate_argnums=2)
     for dtype in (KVCacheDType.BFLOAT16, KVCacheDType.NVFP4):
         spec = simple_spec(dtype, num_kv_heads=4)

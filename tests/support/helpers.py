@@ -294,3 +294,12 @@ def _covering(candidates: Sequence[int], held: Sequence[set[Any]], taken: Collec
 
 def _name(case: dict[str, Any]) -> str:
     return "-".join(str(getattr(value, "value", value)) for value in case.values())
+
+
+def refused(call: Callable[[], object]) -> kvjax.OutOfBlocksError | None:
+    """Calls; returns the error if a pool's blocks or states do not suffice."""
+    try:
+        call()
+    except kvjax.OutOfBlocksError as error:
+        return error
+    return None

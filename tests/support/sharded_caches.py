@@ -250,9 +250,10 @@ def attend_all(caches, queries, scales, table, lens, sinks, tree_mask=None):
     }
 
 
-def attend_ragged(caches, queries, scales, table, lens, sinks):
+def attend_ragged(caches, queries, scales, table, lens, sinks, tree_mask=None):
     bounds = np.arange(0, 2 * len(lens) + 1, 2, dtype=np.int32)
     options = {"sinks": sinks, "sliding_window": jnp.int32(WINDOW), "return_lse": True, "max_q_len": 2}
+    options["tree_mask"] = tree_mask
     return {
         name: ragged_paged_attention(
             jnp.reshape(queries[name], (-1, *queries[name].shape[2:])),
@@ -360,10 +361,11 @@ def check_attention(written: Mapping[str, KVCache], scales: Any, division: str) 
         for array, expected in zip(results, attended[name], strict=True):
             np.testing.assert_array_equal(np.asarray(array), np.asarray(expected))
     # The rows of all sequences are on every device: where blocks are divided, the results are added up.
-    for name, (result, lse) in jax.jit(attend_ragged)(*args).items():
-        for array, expected in zip((result, lse), attended[name], strict=True):
-            expected = np.asarray(expected).reshape(array.shape)
-            np.testing.assert_allclose(np.asarray(array), expected, rtol=1e-4, atol=1e-5)
+    for given in ((), (tree,)):
+        for name, (result, lse) in jax.jit(attend_ragged)(*args, *given).items():
+            for array, expected in zip((result, lse), attended[name], strict=True):
+                expected = np.asarray(expected).reshape(array.shape)
+                np.testing.assert_allclose(np.asarray(array), expected, rtol=1e-4, atol=1e-5)
 
 
 def check_every_format() -> None:

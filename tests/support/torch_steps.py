@@ -40,8 +40,9 @@ def given(
     pages = torch_cache(page_bytes(cache), spec, form=form, device=device)
     options["v_scale_layout"] = spec.v_scale_layout.value
     options |= {name: from_numpy(np.asarray(options[name])).to(device) for name in ("k_scale", "v_scale")}
-    if options["sinks"] is not None:
-        options["sinks"] = from_numpy(options["sinks"]).to(device)
+    for name in ("sinks", "tree_mask"):
+        if options.get(name) is not None:
+            options[name] = from_numpy(options[name]).to(device)
     return options | {
         "query": from_numpy(np.concatenate([query, query], axis=-2)).to(device)[..., : query.shape[-2], :],
         "key_cache": pages.key,

@@ -47,7 +47,26 @@ def attention_plan(
             f"query: got shape {tuple(query.shape)}, expected num_seqs={tensors.block_table.shape[0]} and"
             f" head_size={spec.head_size}"
         )
+    num_seqs = query.shape[0]
+    if softmax.tree_mask is not None:
+        check_tree_mask(softmax.tree_mask, query, num_seqs, ("q_len", q_len))
     return _plan_of_query(gathered, query, q_len, softmax)
+
+
+def check_tree_mask(mask: torch.Tensor, query: torch.Tensor, num_seqs: int, size: tuple[str, int | None]) -> None:
+    """Raises unless a mask is for so many query tokens of each sequence; any number if it is None.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: another dtype, shape or device.
+    """
+    check_devices(query, tree_mask=mask)
+    if mask.dtype is not torch.bool:
+        raise KVCacheTypeError(f"tree_mask: got dtype {mask.dtype}, expected torch.bool")
+    name, number = size
+    number = mask.shape[-1] if number is None and mask.ndim else number
+    if mask.ndim not in (2, 3) or mask.shape != (num_seqs, number, number)[-mask.ndim :]:
+        shape = f"[num_seqs={num_seqs}, {name}={number}, {name}={number}]"
+        raise KVCacheValueError(f"tree_mask: got shape {tuple(mask.shape)}, expected {shape}, or one for all sequences")
 
 
 def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softmax: SoftmaxOptions) -> AttentionPlan:
@@ -56,8 +75,7 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid query or sinks.
     """
-    sm_scale, window, logits_soft_cap, sinks, batch_invariant = softmax
-    spec = gathered.cache.spec
+    spec, sinks = gathered.cache.spec, softmax.sinks
     num_heads, head_size = query.shape[-2:]
     if query.dtype not in INPUT_DTYPES:
         raise KVCacheTypeError(f"query: got dtype {query.dtype}, expected {' or '.join(map(str, INPUT_DTYPES))}")
@@ -78,11 +96,12 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
         num_heads,
         q_len,
         gathered.scale_sizes,
-        options.as_sm_scale(sm_scale, head_size),
-        window,
-        logits_soft_cap,
+        options.as_sm_scale(softmax.sm_scale, head_size),
+        softmax.sliding_window,
+        softmax.logits_soft_cap,
         sinks is not None,
-        batch_invariant,
+        softmax.batch_invariant,
+        None if softmax.tree_mask is None or not q_len else q_len,
     )
 
 
@@ -98,6 +117,7 @@ def checked_softmax(softmax: SoftmaxOptions) -> SoftmaxOptions:
         options.as_soft_cap(softmax.logits_soft_cap),
         softmax.sinks,
         options.as_bool("batch_invariant", softmax.batch_invariant),
+        softmax.tree_mask,
     )
 
 
@@ -128,6 +148,9 @@ def ragged_plan(
             f"cu_q_lens: got shape {tuple(cu_q_lens.shape)}, expected [num_seqs + 1={num_seqs + 1}]"
         )
     num_tokens, softmax = query.shape[0], checked_softmax(softmax)
+    if softmax.tree_mask is not None:
+        check_tree_mask(softmax.tree_mask, query, num_seqs, ("decode_q_len", limits.decode_q_len))
+        limits = limits._replace(decode_q_len=softmax.tree_mask.shape[-1])
     served = options.buckets(limits, num_tokens, num_seqs, batch_invariant=softmax.batch_invariant)
     reach = None
     if kvjax.is_checked():

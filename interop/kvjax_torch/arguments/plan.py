@@ -148,6 +148,7 @@ class SoftmaxOptions(NamedTuple):
       logits_soft_cap: bound on the magnitude of logits; None for no bound.
       sinks: float32 `[num_heads]`, or None.
       batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
+      tree_mask: which query tokens of a sequence its query tokens see, as `paged_attention` takes it; None for all.
     """
 
     sm_scale: float | None = None
@@ -155,6 +156,7 @@ class SoftmaxOptions(NamedTuple):
     logits_soft_cap: float | None = None
     sinks: torch.Tensor | None = None
     batch_invariant: bool = False
+    tree_mask: torch.Tensor | None = None
 
 
 class BlockRows(NamedTuple):
@@ -280,6 +282,7 @@ class AttentionPlan:
       logits_soft_cap: bound on the magnitude of logits; None for no bound.
       has_sinks: whether each head has a sink.
       batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
+      tree: query tokens of a sequence that its rows may see or not see; None if each sees all before it.
     """
 
     cache: CachePlan
@@ -292,6 +295,7 @@ class AttentionPlan:
     logits_soft_cap: float | None
     has_sinks: bool
     batch_invariant: bool = False
+    tree: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

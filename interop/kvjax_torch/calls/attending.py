@@ -59,7 +59,8 @@ def attention_parts(plan: AttentionPlan, device: torch.device) -> tuple[Attentio
     for heads, runs in kernels.attention_passes(spec, plan.num_heads // spec.num_kv_heads, plan.q_len):
         num_heads = (heads.stop - heads.start) * spec.num_kv_heads
         for tokens in runs:
-            part = dataclasses.replace(plan, num_heads=num_heads, q_len=tokens.stop - tokens.start)
+            tree = None if plan.tree is None else tokens.stop  # a token sees none that follows
+            part = dataclasses.replace(plan, num_heads=num_heads, q_len=tokens.stop - tokens.start, tree=tree)
             parts.append(AttentionPart(part, heads, tokens))
     return tuple(parts)
 
@@ -116,12 +117,13 @@ def attention_calls(
     tensors: ReadTensors,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
 ) -> tuple[Call, Call]:
     """The two kernel calls, in order, of a `paged_attention` call of one part that `plan` describes.
 
     The last two tensors of the second are the results: `[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype
     and float32 `[num_seqs, q_len, num_heads]`. Workspace and results are allocated on torch's current stream, except
-    for `out` if it is given: contiguous, of the results' shape and dtype.
+    for `out` if it is given: contiguous, of the results' shape and dtype. `tree` are `TreeRows.words`.
     """
     key_cache, value_cache, block_table, seq_lens, *_ = tensors
     spec, num_blocks = plan.cache.spec, tensors.num_blocks
@@ -136,12 +138,12 @@ def attention_calls(
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
-    sink = () if sinks is None else (sinks.contiguous(),)
+    sink, trees = () if sinks is None else (sinks.contiguous(),), () if tree is None else (tree,)
     scales = scale_arrays(plan.cache, plan.cache.scale_tensors(tensors))
     pages = _rows(key_cache, spec), value_cache, *scales
     counts = num_seqs, max_blocks, min(num_blocks, choosing.INT32_MAX), table_stride, *_token_strides(query)
     return (
-        Call(decode, counts, (seq_lens, block_table, *queries, *pages, *sink, out, lse, *between), num_seqs),
+        Call(decode, counts, (seq_lens, block_table, *queries, *pages, *sink, *trees, out, lse, *between), num_seqs),
         Call(merge, (max_blocks,), (seq_lens, *sink, *between, out, lse), num_seqs),
     )
 
@@ -170,6 +172,7 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         one_memory=places.value_start is not None,
         scale_pages=scale_memory(plan.cache, places.scale_alignments),
         joined_query=plan.cache.spec.is_mla,
+        tree=plan.tree,
     )
     return (kernels.mla_kernels if kind.spec.is_mla else kernels.attention_kernels)(kind, target)
 

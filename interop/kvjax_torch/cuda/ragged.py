@@ -18,6 +18,7 @@ from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.calls import attending, choosing
 from kvjax_torch.cuda import prompt_kernels, prompts, ragged_step, reads
 from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep
+from kvjax_torch.eager.trees import TreeRows
 from kvjax_torch.launch import running
 
 
@@ -28,6 +29,7 @@ def attend(
     cu_q_lens: torch.Tensor,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ragged_paged_attention` of CUDA tensors that `plan` describes; stores results in `out` if it is given.
 
@@ -67,7 +69,7 @@ def attend(
             " decode_q_len"
         )
     rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
-    step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse)
+    step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse, tree)
     of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))
     window = of_prompts.attention.window if plan.max_prompts else None
     step_kernels = ragged_step.kernels_of(attention, window, is_aligned=out.data_ptr() % 4 == 0)
@@ -95,12 +97,12 @@ def _see_nothing(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | Non
 
 
 def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> AttentionPlan:
-    """The plan of prompts: without a window that holds all tokens of a table.
+    """The plan of prompts: without a tree, and without a window that holds all tokens of a table.
 
     Kernels are compiled once for tables of all widths, so theirs is one that sums of int32 do not exceed.
     """
     reach = choosing.INT32_MAX // 2 if by_kernels else tensors.block_table.shape[1] * plan.cache.spec.block_size
-    return dataclasses.replace(plan, window=restricting(plan.window, reach))
+    return dataclasses.replace(plan, window=restricting(plan.window, reach), tree=None)
 
 
 def _decode(plan: AttentionPlan, step: RaggedStep, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,5 +111,5 @@ def _decode(plan: AttentionPlan, step: RaggedStep, packed: PackedRows) -> tuple[
     if ragged_step.are_alone(plan):
         table, rows = table.repeat_interleave(plan.q_len, dim=0), rows.flatten(0, 1)[:, None]
     tensors = step.tensors._replace(block_table=table, seq_lens=packed.lens)
-    out, lse = reads.attend(ragged_step.decoding_alone(plan), rows, tensors, step.sinks)
+    out, lse = reads.attend(ragged_step.decoding_alone(plan), rows, tensors, step.sinks, None, step.tree)
     return out.flatten(0, 1), lse.flatten(0, 1)

@@ -15,6 +15,7 @@ from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.calls import choosing
+from kvjax_torch.eager.trees import TreeRows
 from kvjax_torch.launch import running
 
 
@@ -60,6 +61,7 @@ class RaggedStep:
       sinks: float32 `[num_heads]`, or None.
       out: `[num_tokens, num_heads, head_size_v]` of the query's dtype, contiguous; results are stored here.
       lse: float32 `[num_tokens, num_heads]`, likewise.
+      tree: what packed rows see of the query tokens, whose last ones are a sequence's; None if they see all.
     """
 
     query: torch.Tensor
@@ -69,6 +71,7 @@ class RaggedStep:
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
+    tree: TreeRows | None = None
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
@@ -83,9 +86,10 @@ class RaggedStep:
 def are_alone(plan: AttentionPlan) -> bool:
     """Whether each row that decodes becomes a sequence of its own.
 
-    The window of a row that a sequence does not have would reach before those of its rows, where memory may hold NaN.
+    The window of a row that a sequence does not have would reach before those of its rows, where memory may hold NaN;
+    in a tree such a row is at the position of the first one.
     """
-    return plan.window is not None and plan.q_len > 1
+    return plan.window is not None and plan.q_len > 1 and plan.tree is None
 
 
 def decoding_alone(plan: AttentionPlan) -> AttentionPlan:

@@ -11,6 +11,7 @@ from kvjax import UnsupportedError, kernels
 from kvjax_torch.arguments.plan import AttentionPlan, GatherPlan, RangeTensors, ReadTensors
 from kvjax_torch.calls import arrays, attending, choosing, gathering
 from kvjax_torch.eager import dense
+from kvjax_torch.eager.trees import TreeRows
 from kvjax_torch.launch import running
 
 
@@ -67,6 +68,7 @@ def attend(
     tensors: ReadTensors,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
 
@@ -75,10 +77,10 @@ def attend(
     """
     parts = parts_of(plan, query.shape[0], tensors)
     if not parts:
-        return _attend_to_gathered(plan, query, tensors, sinks, out)
+        return _attend_to_gathered(plan, query, tensors, sinks, out, tree)
     _compile_parts(parts, tensors)
     if len(parts) == 1:
-        return _attend_to_pages(plan, query, tensors, sinks, out)
+        return _attend_to_pages(plan, query, tensors, sinks, out, tree)
     # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
     spec = plan.cache.spec
     out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
@@ -90,7 +92,8 @@ def attend(
         # A part's tokens are the last ones of sequences that end with the part.
         part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
         own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
-        results = _attend_to_pages(part, queries[:, tokens, :, heads].flatten(2, 3), part_tensors, own_sinks)
+        rows, own_tree = queries[:, tokens, :, heads].flatten(2, 3), None if tree is None else tree.of_rows(tokens)
+        results = _attend_to_pages(part, rows, part_tensors, own_sinks, None, own_tree)
         for whole, result in zip((outs, lses), results, strict=True):
             whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
     return out, lse
@@ -126,8 +129,10 @@ def _attend_to_pages(
     tensors: ReadTensors,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    decode, merge = attending.attention_calls(plan, query, tensors, sinks, out)
+    words = None if tree is None else tree.words(plan.window)
+    decode, merge = attending.attention_calls(plan, query, tensors, sinks, out, words)
     running.run(decode)
     running.run(merge)
     out, lse = merge.tensors[-2:]
@@ -140,11 +145,12 @@ def _attend_to_gathered(
     tensors: ReadTensors,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
+    tree: TreeRows | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     gathered = gather(dense.as_gather(plan), tensors)
     if plan.cache.spec.is_mla:
         keys, values = dense.keys_of_latents(*gathered)
     else:
         keys, values = (x.transpose(1, 2) for x in gathered)
-    tokens = dense.DenseTokens(keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks)
+    tokens = dense.DenseTokens(keys, values, tensors.block_table, tensors.seq_lens, tensors.num_blocks, tree)
     return dense.attend(plan, query, tokens, sinks, out=out)

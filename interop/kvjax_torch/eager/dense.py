@@ -8,6 +8,7 @@ import torch
 
 from kvjax_torch.arguments.plan import AttentionPlan, DensePlan, GatherPlan
 from kvjax_torch.eager import fp8
+from kvjax_torch.eager.trees import TreeRows
 
 MARGIN = 2.0**-28
 """Factor of weights in products of float32 and bfloat16, as in the decode kernel: a sum of up to 2**28 values does not
@@ -24,6 +25,7 @@ class DenseTokens(NamedTuple):
       block_table: as in `paged_attention`; tokens of entries that are not blocks are not seen.
       seq_lens: as in `paged_attention`.
       num_blocks: blocks of the cache.
+      tree: what the rows see of the query tokens; None if they see all that are not later.
     """
 
     keys: torch.Tensor
@@ -31,6 +33,7 @@ class DenseTokens(NamedTuple):
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     num_blocks: int
+    tree: TreeRows | None = None
 
 
 def as_gather(plan: AttentionPlan) -> GatherPlan:
@@ -70,13 +73,15 @@ def attend(
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
     """
-    keys, values, block_table, seq_lens, num_blocks = tokens
+    keys, values, block_table, seq_lens, num_blocks, tree = tokens
     q_len, max_len, device = query.shape[1], keys.shape[2], query.device
     last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
     age = last[:, :, None] - torch.arange(max_len, device=device)
     of_block = is_block(block_table, num_blocks).repeat_interleave(plan.cache.spec.block_size, dim=1)
     seen = (age >= 0) & of_block[:, None]
-    if plan.window is not None:
+    if tree is not None:
+        seen &= tree.sees(seq_lens, max_len, plan.window)
+    elif plan.window is not None:
         seen &= age < plan.window
     attended, lse = attend_seen(plan, query, SeenTokens(keys, values, seen), sinks, in_fp8)
     if out is None:

@@ -36,6 +36,7 @@ from kvjax_torch.arguments.plan import (
 )
 from kvjax_torch.eager import dense, fp8
 from kvjax_torch.eager.rotation import rotate, with_canonical_nan
+from kvjax_torch.eager.trees import TreeRows
 from kvjax_torch.sharing.borrow import to_jax, to_torch
 
 FEW_TOKENS = 64
@@ -218,12 +219,13 @@ def attend(
     tensors: ReadTensors,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` of CPU tensors that `plan` describes, into `out` if it is given."""
     num_seqs, q_len = query.shape[:2]
     bounds = range(0, (num_seqs + 1) * q_len, q_len) if q_len else [0] * (num_seqs + 1)
     out, lse = _attend_rows(
-        plan, query.flatten(0, 1), tensors, bounds, sinks, None if out is None else out.flatten(0, 1)
+        plan, query.flatten(0, 1), tensors, bounds, (sinks, tree), None if out is None else out.flatten(0, 1)
     )
     return out.unflatten(0, (num_seqs, q_len)), lse.unflatten(0, (num_seqs, q_len))
 
@@ -235,13 +237,14 @@ def attend_ragged(
     cu_q_lens: torch.Tensor,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ragged_paged_attention` of CPU tensors that `plan` describes, into `out` if it is given.
 
     The host can read lengths here, so every row is served, whatever the call's limits.
     """
     bounds = cu_q_lens.clamp(0, query.shape[0]).tolist()
-    return _attend_rows(plan.attention, query, tensors, bounds, sinks, out, plan.query_quantization)
+    return _attend_rows(plan.attention, query, tensors, bounds, (sinks, tree), out, plan.query_quantization)
 
 
 def _attend_rows(
@@ -249,15 +252,17 @@ def _attend_rows(
     query: torch.Tensor,
     tensors: ReadTensors,
     bounds: Sequence[int],
-    sinks: torch.Tensor | None,
+    others: tuple[torch.Tensor | None, TreeRows | None],
     out: torch.Tensor | None,
     query_quantization: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows `query[bounds[i]:bounds[i + 1]]`, one sequence after the other.
 
     So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums. With
-    `query_quantization`, sequences of more rows than `plan.q_len` have the errors of products in fp8.
+    `query_quantization`, sequences of more rows than `plan.q_len` have the errors of products in fp8. `others` are the
+    sinks and the tree, whose last rows are those of a sequence of up to `plan.q_len`.
     """
+    sinks, tree = others
     spec, (num_tokens, num_heads, _) = plan.cache.spec, query.shape
     out = query.new_zeros((num_tokens, num_heads, spec.head_size_v)) if out is None else out.zero_()
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
@@ -279,7 +284,11 @@ def _attend_rows(
             ends = own.seq_lens - (end - rows.stop)
             table = _within(int(ends), spec, own).block_table
             seen = slice(0, table.shape[1] * spec.block_size)
-            tokens = dense.DenseTokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks)
+            own_tree = None
+            if tree is not None and end - first <= plan.q_len:
+                places = slice(plan.q_len - (end - start), plan.q_len - (end - rows.stop))
+                own_tree = tree.of_sequence(seq).of_rows(places)
+            tokens = dense.DenseTokens(keys[:, :, seen], values[:, :, seen], table, ends, tensors.num_blocks, own_tree)
             found = dense.attend(plan, query[None, rows], tokens, sinks, in_fp8=in_fp8)
             for whole, part in zip((out, lse), found, strict=True):
                 whole[rows] = part[0]

@@ -244,6 +244,7 @@ class KvjaxLayer(CacheLayerMixin):
         sequences = {"block_table": step.block_table, "seq_lens": step.seq_lens}
         arguments = self._stored() | sequences | softmax._asdict()
         if (recent := self._steps.recent[self._index]) is not None:
+            del arguments["tree_mask"]  # which a window does not take
             key, value = _by_token(key_states, value_states, step.stored)
             window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
             rows = torch.arange(num_seqs, device=query.device)

@@ -23,5 +23,6 @@ from kvjax.kernels.attention.arrays import decode as decode
 from kvjax.kernels.attention.choice import DTYPES as DTYPES
 from kvjax.kernels.attention.choice import BatchSizes as BatchSizes
 from kvjax.kernels.attention.choice import why_not as why_not
+from kvjax.kernels.attention.problem import TREE_DEPTHS as TREE_DEPTHS
 from kvjax.kernels.attention.problem import ReadArrays as ReadArrays
 from kvjax.kernels.attention.problem import Softmax as Softmax

@@ -180,7 +180,7 @@ def problem_of(kind: BatchKind, target: Target) -> Problem:
         num_layers=kind.num_layers or 1,
         has_layer=kind.num_layers is not None,
         sm_scale=softmax.sm_scale,
-        window=restricting(softmax.window, kind.q_len),
+        window=restricting(softmax.window, max(kind.q_len, kind.tree or 0)),
         logits_soft_cap=softmax.logits_soft_cap,
         scale_sizes=kind.scale_sizes,
         one_memory=kind.one_memory,

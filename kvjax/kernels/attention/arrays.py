@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.attention.any_batch import BatchKind, any_batch, attend
 from kvjax.kernels.attention.choice import passes
-from kvjax.kernels.attention.problem import DecodeConfig, ReadArrays, Softmax
+from kvjax.kernels.attention.problem import TREE_DEPTHS, DecodeConfig, ReadArrays, Softmax
 from kvjax.kernels.launchable import array_memory
 from kvjax.kernels.target import current
 from kvjax.spec import AttentionSpec
@@ -53,7 +53,7 @@ def decode(
                 lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
                 own = read._replace(seq_lens=lens, sinks=own_sinks)
                 if tree is not None:  # a token sees none that follows
-                    own = own._replace(tree=tree[:, tokens, : -(-tokens.stop // 32)])
+                    own = own._replace(tree=tree[:, tokens, : TREE_DEPTHS + -(-tokens.stop // 32)])
                 options = softmax._replace(tree_tokens=tokens.stop)
                 parts.append(decode(rows, pages, own, spec, options, num_layers=num_layers))
             out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))

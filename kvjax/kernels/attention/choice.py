@@ -221,8 +221,8 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
         tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
         if max_blocks:  # 0 where it is known at launch only; then sequences may be long
             tokens = max_blocks * spec.block_size
-            if problem.window is not None:
-                tokens = min(tokens, problem.q_len - 1 + problem.window)
+            if problem.reach is not None:
+                tokens = min(tokens, problem.reach)
             runs = num_seqs * tokens // (blocks * groups * TILE)
             while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
                 tiles -= 1

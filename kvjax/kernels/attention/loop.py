@@ -103,7 +103,7 @@ class StageLoop[Query]:
         `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
         """
         config, ring = self.config, self.ring
-        span = Span.of(self.problem, length, self.seen.tree(sequence))
+        span = self.seen.span(sequence, length)
         entries = sequence * self.problem.table_stride
         # Nothing is looked up or copied past the end.
         end = jnp.minimum(span.end, (first + count) * config.rows)

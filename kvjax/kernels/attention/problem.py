@@ -17,6 +17,10 @@ COLUMNS = 8
 """Query rows of one product."""
 
 
+TREE_DEPTHS = 2
+"""Elements of a query token in `ReadArrays.tree` before the words."""
+
+
 class MergeConfig(NamedTuple):
     """How the merge is launched.
 
@@ -118,8 +122,10 @@ class ReadArrays(NamedTuple):
       k_scale: float32 `[]` or, for fp8, one for each KV head.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      tree: uint32 `[num_seqs, q_len, words]`: bit `i % 32` of word `i // 32` of a query token says whether it sees
-        query token `i`, if that is not later; None if it sees all of these.
+      tree: uint32 `[num_seqs, q_len, 2 + words]`: of each query token its depth, by which its position follows the
+        tokens before the query, and that of the sequence's first row, the least one; then bit `i % 32` of word
+        `i // 32` says whether it sees query token `i`, in its window and not later. None if each is at its place in
+        the sequence and sees all that are not later.
     """
 
     block_table: jax.Array
@@ -239,9 +245,14 @@ class Problem:
         return 2 if self.weight_dtype is None else 3
 
     @property
-    def tree_words(self) -> int:
-        """Words of a query token in `Refs.tree`."""
-        return -(-(self.tree or 0) // 32)
+    def tree_size(self) -> int:
+        """Elements of a query token in `Refs.tree`."""
+        return TREE_DEPTHS + -(-(self.tree or 0) // 32)
+
+    @property
+    def reach(self) -> int | None:
+        """The last tokens of a sequence among which are all that query rows see; None for any number."""
+        return None if self.window is None else max(self.q_len, self.tree or 0) - 1 + self.window
 
     @property
     def rows(self) -> int:

@@ -75,8 +75,8 @@ class Sequences:
         problem = self.problem
         length = jnp.maximum(length, 0)
         start = length * 0
-        if problem.window is not None:
-            start = jnp.maximum(length - (problem.q_len - 1 + problem.window), 0)
+        if problem.reach is not None:
+            start = jnp.maximum(length - problem.reach, 0)
         stored = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         first = lax.div(start, start * 0 + self.rows)
         count = lax.div(stored - 1, start * 0 + self.rows) + 1 - first

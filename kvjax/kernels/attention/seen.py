@@ -8,13 +8,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kvjax.kernels import lanes
-from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
+from kvjax.kernels.attention.problem import COLUMNS, TREE_DEPTHS, Problem, Refs
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StageLayout
 from kvjax.kernels.attention.values import Values
 from kvjax.kernels.attention.warp import Warp
+
+
+class TreeRow(NamedTuple):
+    """What a query row sees of the query tokens, and its depth among them; 0 without a window, which alone reads it."""
+
+    words: Sequence[jax.Array]
+    depth: jax.Array | int
 
 
 class Span(NamedTuple):
@@ -26,7 +34,7 @@ class Span(NamedTuple):
       end: the end of the stored positions.
       sees_all_from: start of the positions that all query rows see.
       sees_all_to: their end.
-      tree: the words of each of a thread's query rows, of `Problem.tree` query tokens; empty without a tree.
+      tree: of each of a thread's query rows what it sees of `Problem.tree` query tokens; empty without a tree.
     """
 
     length: jax.Array
@@ -34,17 +42,17 @@ class Span(NamedTuple):
     end: jax.Array
     sees_all_from: jax.Array
     sees_all_to: jax.Array
-    tree: Sequence[Sequence[jax.Array]] = ()
+    tree: Sequence[TreeRow] = ()
 
     @classmethod
-    def of(cls, problem: Problem, length: jax.Array, tree: Sequence[Sequence[jax.Array]] = ()) -> Span:
+    def of(cls, problem: Problem, length: jax.Array) -> Span:
         """The visible positions of a sequence of a length."""
         q_len, window = problem.q_len, problem.window
-        start = jnp.int32(0) if window is None else jnp.maximum(length - (q_len - 1 + window), 0)
+        start = jnp.int32(0) if problem.reach is None else jnp.maximum(length - problem.reach, 0)
         all_from = jnp.int32(0) if window is None else jnp.maximum(length - window, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         last_rows = max(q_len - 1, problem.tree or 0)
-        return cls(length, start, end, all_from, jnp.minimum(length - last_rows, end), tree)
+        return cls(length, start, end, all_from, jnp.minimum(length - last_rows, end))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +73,27 @@ class Seen:
     refs: Refs
     num_blocks: jax.Array
 
-    def tree(self, sequence: jax.Array) -> list[list[jax.Array]]:
-        """`Span.tree` of a sequence."""
-        problem, words = self.problem, self.problem.tree_words
-        found = []
-        for query_row in self.query_rows() if words else ():
-            index = (sequence * problem.q_len + query_row // problem.group) * words
-            is_row = query_row < problem.rows
-            found.append([lanes.load_global(self.refs.tree, index + word, is_row) for word in range(words)])
-        return found
+    def span(self, sequence: jax.Array, length: jax.Array) -> Span:
+        """What the rows of a sequence of a length see."""
+        problem = self.problem
+        span = Span.of(problem, length)
+        if problem.tree is None:
+            return span
+        if problem.window is not None:
+            at = sequence * (problem.q_len * problem.tree_size) + 1
+            first = lax.bitcast_convert_type(self.refs.tree[at], jnp.int32) + (length - problem.tree)
+            span = span._replace(start=jnp.maximum(first + (1 - problem.window), 0))
+        return span._replace(tree=[self._tree_row(sequence, row) for row in self.query_rows()])
+
+    def _tree_row(self, sequence: jax.Array, query_row: jax.Array) -> TreeRow:
+        problem, is_row = self.problem, query_row < self.problem.rows
+        index = (sequence * problem.q_len + query_row // problem.group) * problem.tree_size
+
+        def loaded(number: int) -> jax.Array:
+            return lanes.load_global(self.refs.tree, index + number, is_row)
+
+        words = [loaded(number) for number in range(TREE_DEPTHS, problem.tree_size)]
+        return TreeRow(words, 0 if problem.window is None else lanes.bits(loaded(0), jnp.int32))
 
     def query_rows(self) -> list[jax.Array]:
         """The thread's query rows, in the order of its registers: two of each tile."""
@@ -97,10 +117,14 @@ class Seen:
             for number, query_row in enumerate(self.query_rows()):
                 end = span.length - (problem.q_len - 1) + divided(query_row, problem.group)
                 seen = is_there & (position < end)
-                if problem.window is not None:
-                    seen &= position >= end - problem.window
+                first = None if problem.window is None else end - problem.window
                 if problem.tree is not None:
-                    seen &= in_tree(position - (span.length - problem.tree), span.tree[number])
+                    row, context = span.tree[number], span.length - problem.tree
+                    seen &= in_tree(position - context, row.words)
+                    if problem.window is not None:  # its words say which query tokens are in the window
+                        first = jnp.minimum(context + row.depth + (1 - problem.window), context)
+                if first is not None:
+                    seen &= position >= first
                 at = 4 * (number // 2) + 2 * half + number % 2
                 logits[at] = jnp.where(seen, logits[at], none)
         return logits

@@ -109,8 +109,8 @@ class LatentDecode:
         """Attends to tiles `first` to `first + count` of a sequence; returns the results so far."""
         problem = self.problem
         start = length * 0
-        if problem.window is not None:
-            start = jnp.maximum(length - (problem.q_len - 1 + problem.window), 0)
+        if problem.reach is not None:
+            start = jnp.maximum(length - problem.reach, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         self.tiles.wait_for_copies()  # until all have read the tiles of the segment before
