@@ -164,8 +164,8 @@ def test_compiled(dtype, sizes, q_len, heads, window):
 
 
 SPILL_BYTES = {
-    **{"bfloat16": 124, "float16": 104},
-    **{"fp8_e4m3": 708, "fp8_ds_mla": 684, "nvfp4": 664, "nvfp4_4over6": 716},
+    **{"bfloat16": 140, "float16": 208},
+    **{"fp8_e4m3": 1016, "fp8_ds_mla": 1000, "nvfp4": 1020, "nvfp4_4over6": 1048},
 }
 """Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.1 and
 0.11.2 spill at most 24.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from kvjax.kernels import compat, lanes, warpgroups
 from kvjax.kernels.aliases import Carry, DType, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
-from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, Sums, capped, margin, reference, rounding
+from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, margin, reference, rounding
 from kvjax.kernels.mla import exchange
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
@@ -55,6 +56,14 @@ class Segment:
     length: jax.Array
     start: jax.Array
     end: jax.Array
+
+
+class RowSums(NamedTuple):
+    """What rows have seen, float32 `[64]` each, as `attention.softmax.Sums`."""
+
+    largest: jax.Array
+    total: jax.Array
+    top: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +128,7 @@ class LatentDecode:
         pl.when(warpgroup == COPIES)(lambda: self.copy_first(sequence, segment, first, count))
         half = self.tiles.latents.shape[-1]
         acc = compat.layout_cast(jnp.full((ROWS, half), 0, jnp.float32), plgpu.Layout.WGMMA)
-        sums = Sums(*(_of_rows(x) for x in (LOWEST, 0, LOWEST)))
+        sums = RowSums(*(_of_rows(x) for x in (LOWEST, 0, LOWEST)))
 
         def body(i: jax.Array, carry: Carry) -> Carry:
             entries, acc, *sums = carry
@@ -136,7 +145,7 @@ class LatentDecode:
                 return following, self.follow(tile, acc), *sums
 
             def lead() -> Carry:
-                return entries, *self.lead(segment, tile, acc, Sums(*sums))
+                return entries, *self.lead(segment, tile, acc, RowSums(*sums))
 
             return tuple(lax.cond(warpgroup == COPIES, copy, lead))
 
@@ -237,7 +246,7 @@ class LatentDecode:
         logits = self.of_tokens(logits, entries)
         return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
-    def lead(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: Sums) -> Carry:
+    def lead(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: RowSums) -> Carry:
         """Computes a tile's weights, which the other warpgroup waits for, and adds its own weighted latents.
 
         As in `attention.softmax.raised`, results are rescaled only where a logit exceeds the largest by `HEADROOM`.
@@ -346,7 +355,7 @@ class LatentDecode:
         def store_result() -> None:
             self.tiles.wait_for_warpgroups()  # until both have read the last weights
             shared = self.tiles.weights(0)
-            pl.when(warpgroup == LOGITS)(lambda: exchange.store_factors(shared, self.weight(Sums(*sums))))
+            pl.when(warpgroup == LOGITS)(lambda: exchange.store_factors(shared, self.weight(RowSums(*sums))))
             self.tiles.wait_for_warpgroups()
             weight = exchange.load_factors(shared, ROWS)
             store(self.refs.out.at[:, warpgroup], acc * lax.broadcast_in_dim(weight, acc.shape, [0]), sequence)
@@ -362,7 +371,7 @@ class LatentDecode:
                 for i, value in enumerate((largest, total, top)[: self.problem.sums]):
                     store(self.refs.partial_lse.at[:, i], value, part)
 
-    def weight(self, sums: Sums) -> jax.Array:
+    def weight(self, sums: RowSums) -> jax.Array:
         """What the result of each row is multiplied by."""
         total = jnp.where(sums.total > 0, sums.total, 1.0)
         weight = jnp.where(sums.total > 0, self.scale() / total, 0.0)

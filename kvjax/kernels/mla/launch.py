@@ -53,9 +53,10 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         buffer, others, barriers = shared
         FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
         return
-    *packed, others = (shared[0], shared[1:]) if problem.spec.dtype.is_quantized else (shared,)
-    tiles = Tiles.of(problem.spec, tuple(others))
-    LatentDecode(problem, config, refs, tiles, Packed(problem.spec, *packed, tiles) if packed else None).run()
+    is_packed = problem.spec.dtype.is_quantized
+    tiles = Tiles.of(problem.spec, tuple(shared[int(is_packed) :]))
+    packed = Packed(problem.spec, shared[0], tiles) if is_packed else None
+    LatentDecode(problem, config, refs, tiles, packed).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: OutType = ()) -> Kernel:
