@@ -158,8 +158,7 @@ def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case: Case, step: An
         pages = [x.clone() for x in (server.pages.key, server.pages.value)]
         tensors = WriteTensors(key, value, *pages, slots, *server.stored_as[1:])
         to_pages = window_attention._PagesWrite(tensors, Encoding(case.dtype), False) if writes_pages else None
-        of_step = window_attention._StepTensors.of(window, *sequences)
-        window_attention._update_ring(of_step, key, value, longest, to_pages)
+        window_attention._update_ring(window, sequences, (key, value), longest, to_pages)
         return [x.contiguous().view(torch.uint8) for x in (window.key_cache, window.value_cache, *pages)]
 
     on_host = written()

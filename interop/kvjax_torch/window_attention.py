@@ -194,7 +194,7 @@ def write_exact_window(
     window_rows: torch.Tensor,
 ) -> None:
     """Writes a step's tokens to a window, in place, as `exact_window_attention` does; for other attention."""
-    _update_ring(_StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows), key, value, len(key))
+    _update_ring(exact_window, (seq_lens, cu_q_lens, window_rows), (key, value), len(key))
 
 
 class _PagesWrite(NamedTuple):
@@ -235,33 +235,38 @@ def _write_step(
     """
     window = step.window
     if longest <= window.max_q_len:
-        _update_ring(step, key, value, longest, to_pages)
+        _update_ring(window, step.given, (key, value), longest, to_pages)
         return (window.key_cache, window.value_cache), step.ring_table(longest)
     recent, table, slots = _with_room(window, step, len(key), longest)
     write_recent(key, value, recent, slots)
-    _update_ring(step, key, value, longest, to_pages)
+    _update_ring(window, step.given, (key, value), longest, to_pages)
     return recent, table
 
 
 def _update_ring(
-    step: _StepTensors, key: torch.Tensor, value: torch.Tensor, longest: int, to_pages: _PagesWrite | None = None
+    window: ExactWindow,
+    sequences: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    longest: int,
+    to_pages: _PagesWrite | None = None,
 ) -> None:
-    """Writes a step's tokens to the window, and to the pages if asked: on a GPU in one kernel."""
-    window = step.window
+    """Writes a step's tokens to the window, and to the pages if asked: on a GPU in one kernel.
+
+    `sequences` are `seq_lens`, `cu_q_lens` and `window_rows`; `new` are keys and values.
+    """
     pages = window.key_cache, window.value_cache
     # One of two numbers, for a kernel is compiled for it.
     kept = window.max_q_len if longest <= window.max_q_len else window.tokens_per_row
-    ring = RingTensors(*pages, *step.given, window.blocks_per_row, kept)
-    tensors = key, value, *ring[:5], *(() if to_pages is None else to_pages.tensors)
-    if launches_kernels(*tensors):
+    ring = RingTensors(*pages, *sequences, window.blocks_per_row, kept)
+    if launches_kernels(*new, *pages, *sequences, *(() if to_pages is None else to_pages.tensors)):
         if to_pages is None:
-            windows.update(key, value, ring)
+            windows.update(*new, ring)
         else:
             windows.write(*to_pages, ring)
         return
     if to_pages is not None:
         to_pages.run()
-    write_recent(key, value, pages, step.ring_slots(len(key)))
+    write_recent(*new, pages, _StepTensors.of(window, *sequences).ring_slots(len(new[0])))
 
 
 class _StepTensors(NamedTuple):
