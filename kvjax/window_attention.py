@@ -213,7 +213,7 @@ def write_step(
 ) -> WrittenStep:
     """Writes a step's tokens, at most `longest` of a sequence: for its queries, to the ring and, if asked, to pages.
 
-    Pages and ring are written by one kernel, where neither is divided among devices. `of_cache` is the layer and the
+    Pages and ring are written by one kernel, if devices divide the heads of both alike. `of_cache` is the layer and the
     scales, as `reshape_and_cache_flash` takes them.
     """
     step = _Step.of(exact_window, metadata)

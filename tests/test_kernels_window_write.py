@@ -268,3 +268,39 @@ def test_a_step_is_one_kernel_in_place_without_spills(dtype, size, alone, target
     [kernel] = program.kernels
     assert kernel.spill_bytes == 0
     assert kernel.name == f"{'write_exact_window' if alone else 'reshape_and_cache_flash'}_mosaic_gpu_kernel"
+
+
+def divided(cache: KVCache, spec: jax.sharding.PartitionSpec) -> KVCache:
+    """The cache over a mesh that exists in the compiler alone."""
+    sharding = jax.sharding.NamedSharding(jax.sharding.AbstractMesh((2, 2), ("data", "tensor")), spec)
+    return KVCache(jax.ShapeDtypeStruct(cache.kv.shape, cache.kv.dtype, sharding=sharding), cache.spec, sharding)
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.full)])
+def test_on_several_gpus_each_writes_its_heads_of_pages_and_ring_in_one_kernel(dtype):
+    spec = spec_of(dtype, num_kv_heads=8, head_size=128, block_size=16)
+    heads = jax.sharding.PartitionSpec(None, None, None, "tensor")
+    both = jax.sharding.PartitionSpec("data", None, None, "tensor")
+    cache = divided(KVCache.allocate(spec, 64), both)
+    ring = divided(ExactWindow.allocate(spec, 8, 64).ring, heads)
+    mesh, tokens = cache.sharding.mesh, jax.sharding.PartitionSpec(None, "tensor")
+    rows = jax.ShapeDtypeStruct((8, 8, 128), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, tokens))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    numbers = [jax.ShapeDtypeStruct((n,), jnp.int32, sharding=everywhere) for n in (8, 8, 9, 8)]
+    run = functools.partial(write, longest=1, alone=False)
+    program = compile_for("h100", run, rows, rows, cache, ring, *numbers, donate_argnums=(2, 3))
+    assert [kernel.name for kernel in program.kernels] == ["reshape_and_cache_flash_mosaic_gpu_kernel"]
+    assert not program.collectives
+    ring_bytes = ring.num_blocks * ring.spec.page_size_bytes
+    assert program.alias_size == 64 * spec.page_size_bytes // 4 + ring_bytes // 2
+
+
+def test_a_ring_that_is_not_divided_as_the_pages_takes_a_call_of_its_own():
+    memory = Memory.of(spec_of())
+    update = memory.update(STEPS["decodes"])
+    heads = jax.sharding.PartitionSpec(None, None, None, "tensor")
+    mesh = jax.sharding.AbstractMesh((1, 1), ("data", "tensor"))
+    cache = KVCache(memory.cache.kv, memory.cache.spec, jax.sharding.NamedSharding(mesh, heads))
+    given = WriteTokens(*kv_tokens(memory.cache.spec, 4), slots_of(4), None, None, None)
+    assert write_with_ring(cache, given, update, unique_slots=True, implementation=None) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from kvjax.errors import KVCacheValueError
 from kvjax.kernels import write as kernel
 from kvjax.ops import select
 from kvjax.ops.arguments import as_scales
-from kvjax.ops.write import WriteTokens, as_tokens, why_not_write, write_mosaic, write_xla
+from kvjax.ops.write import WriteTokens, as_tokens, own_slots, why_not_write, write_mosaic, write_xla
 from kvjax.partition import CACHE, Signature, partition_of
 
 
@@ -73,17 +74,15 @@ def update_ring(update: RingUpdate, key: Any, value: Any, layer: Any, implementa
 def write_with_ring(
     cache: KVCache, given: WriteTokens, update: RingUpdate, unique_slots: bool, implementation: str | None
 ) -> tuple[KVCache, KVCache] | None:
-    """Writes a step's tokens to pages and to the ring; None where that is no single call.
-
-    That is the case of a cache or a ring that is divided among devices.
+    """Writes a step's tokens to pages and to the ring; None where devices do not divide the heads of both alike.
 
     Raises: as `reshape_and_cache_flash`.
     """
     pages, ring = local_view(cache), local_view(update.ring)
-    if pages.sharding is not None or ring.sharding is not None:
+    if (dims := _shared_division(pages, ring)) is None:
         return None
     tokens = as_tokens(pages, given)
-    serve = select.choose("reshape_and_cache_flash", implementation, _WITH_RING, pages)
+    serve = select.choose("reshape_and_cache_flash", implementation, _with_ring(dims), pages)
     kv, ring_kv = serve(
         *(pages, *tokens, ring.kv, *update.sequences),
         ring=(ring.spec, ring.num_layers),
@@ -91,6 +90,14 @@ def write_with_ring(
         **update.static,
     )
     return dataclasses.replace(cache, kv=kv), dataclasses.replace(update.ring, kv=ring_kv)
+
+
+def _shared_division(pages: KVCache, ring: KVCache) -> str | None:
+    """Returns how a ring is divided, in the terms of `Signature`; None if not as the heads of the pages are."""
+    if pages.sharding is None or ring.sharding is None:
+        return "" if pages.sharding is ring.sharding else None
+    of_pages, of_ring = (partition_of(one.spec, one.sharding, one.num_layers) for one in (pages, ring))
+    return of_ring.dims(ring.spec) if of_ring == dataclasses.replace(of_pages, blocks=()) else None
 
 
 def _ring_of(ring: KVCache, sequences: tuple[jax.Array, ...], blocks_per_row: int, longest: int) -> kernel.WindowRing:
@@ -165,20 +172,23 @@ _RING_ALONE = select.Candidates(
 )
 
 
-def _split(arrays: tuple[Any, ...], ring: tuple[Any, Any]) -> tuple[WriteTokens, KVCache, tuple[jax.Array, ...]]:
-    """Returns the tokens, the ring and the step's sequences that were given as arrays."""
-    tokens, (ring_kv, *sequences) = WriteTokens(*arrays[:6]), arrays[6:]
-    return tokens, KVCache(ring_kv, ring[0], num_layers=ring[1]), tuple(sequences)
+def _split(
+    cache: KVCache, arrays: tuple[Any, ...], ring: tuple[Any, Any]
+) -> tuple[WriteTokens, KVCache, tuple[jax.Array, ...]]:
+    """Returns the tokens, the ring and the step's sequences of arrays with as many heads as the cache."""
+    tokens, (ring_kv, *sequences), (spec, num_layers) = WriteTokens(*arrays[:6]), arrays[6:], ring
+    spec = dataclasses.replace(spec, num_kv_heads=cache.spec.num_kv_heads)
+    return tokens, KVCache(ring_kv, spec, num_layers=num_layers), tuple(sequences)
 
 
 def _both_xla(cache: KVCache, *arrays: Any, ring: tuple[Any, Any], unique_slots: bool, **static: int) -> Any:
-    tokens, window, sequences = _split(arrays, ring)
+    tokens, window, sequences = _split(cache, arrays, ring)
     kv = write_xla(cache, *tokens, unique_slots=unique_slots)
     return kv, _ring_xla(window, tokens.key, tokens.value, tokens.layer, *sequences, **static)
 
 
 def _both_mosaic(cache: KVCache, *arrays: Any, ring: tuple[Any, Any], unique_slots: bool, **static: int) -> Any:
-    tokens, window, sequences = _split(arrays, ring)
+    tokens, window, sequences = _split(cache, arrays, ring)
     return write_mosaic(cache, *tokens, unique_slots=unique_slots, ring=_ring_of(window, sequences, **static))
 
 
@@ -186,10 +196,19 @@ def _both_types(cache: KVCache, *arrays: Any, **_: Any) -> Any:
     return cache.kv, arrays[6]
 
 
-_WITH_RING = select.Candidates(
-    parameters=("cache", *WriteTokens._fields, "exact_window.ring", "seq_lens", "cu_q_lens", "window_rows"),
-    xla=_both_xla,
-    mosaic=_both_mosaic,
-    results=_both_types,
-    why_not_mosaic=why_not_write,
-)
+@functools.cache
+def _with_ring(dims: str) -> select.Candidates:
+    """The write to pages and to a ring whose dimensions are these."""
+    row = "tokens heads head_size"
+    return select.Candidates(
+        parameters=("cache", *WriteTokens._fields, "exact_window.ring", "seq_lens", "cu_q_lens", "window_rows"),
+        xla=_both_xla,
+        mosaic=_both_mosaic,
+        results=_both_types,
+        why_not_mosaic=why_not_write,
+        signature=Signature(
+            arguments=(row, row, "tokens", "", "heads", "heads", dims, "num_seqs", "bounds", "num_seqs"),
+            results=(CACHE, dims),
+            own=own_slots,
+        ),
+    )
