@@ -144,7 +144,12 @@ def check_step(memory: Memory, step: Step, dense: Any = np.float32, implementati
     given = WriteTokens(key, value, slots, layer, None, None)
     cache, ring = write_with_ring(memory.cache, given, update, unique_slots=False, implementation=implementation)
     assert_same_bytes(np.asarray(ring.kv), expected)
-    pages = kvjax.reshape_and_cache_flash(key, value, memory.cache, slots, layer=layer, implementation="xla")
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        before = KVCache(jax.device_put(memory.cache.kv, cpu), memory.cache.spec, num_layers=memory.cache.num_layers)
+        pages = kvjax.reshape_and_cache_flash(
+            key, value, before, slots, layer=jax.device_put(layer, cpu), implementation="xla"
+        )
     assert_same_bytes(page_bytes(cache), page_bytes(pages))
 
 

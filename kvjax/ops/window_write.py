@@ -27,7 +27,7 @@ class RingUpdate(NamedTuple):
     Attributes:
       ring: a cache in the model dtype, whose blocks form rows.
       blocks_per_row: blocks of a row.
-      longest: most new tokens of a sequence. Of a longer one, only so many are written.
+      longest: most new tokens of a sequence. Of a longer one, earlier ones are not written.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, the new ones included.
       cu_q_lens: int32 `[num_seqs + 1]`, where its new tokens begin and end.
       window_rows: int32 `[num_seqs]`, its row; nothing is written of a sequence whose row the ring does not have.

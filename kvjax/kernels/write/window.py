@@ -235,9 +235,8 @@ class RingSlots(NamedTuple):
     ) -> Position:
         """Where a token goes: the one at position p is token `p % row_tokens` of its row."""
         row_tokens, block_size = jnp.int32(self.kind.blocks_per_row * spec.block_size), jnp.int32(spec.block_size)
-        from_end = self.end - token
-        position = self.length - from_end
-        written = condition & (token < self.stop) & (from_end <= row_tokens) & (position >= 0)
+        position = self.length - (self.end - token)
+        written = condition & (token < self.stop) & (position >= 0)
         in_row = lax.rem(position, row_tokens)
         page = self.row * self.kind.blocks_per_row + lax.div(in_row, block_size)
         if self.kind.num_layers is not None:
