@@ -54,6 +54,12 @@ class Partition:
             entries += [None] * (head_dim - 1) + [_entry(self.heads)]
         return NamedSharding(self.mesh, PartitionSpec(*entries if any(entries) else ()))
 
+    def dims(self, spec: AttentionSpec) -> str:
+        """Returns the dimensions of the cache's array, as far as they are divided, in the terms of `Signature`."""
+        head_dim = _head_dim(spec, self.num_layers) if self.heads else None
+        divided = {0: "blocks" if self.blocks else "all", head_dim: "heads"}
+        return " ".join(divided.get(dim, "all") for dim in range(1 + (head_dim or 0)))
+
     def scale_sharding(self, ndim: int) -> NamedSharding:
         """Returns the sharding of a scale that the cache carries; its last dimension is heads or layers."""
         is_per_head = ndim == (1 if self.num_layers is None else 2)

@@ -25,7 +25,7 @@ from kvjax.ops.arguments import (
 from kvjax.ops.ragged import RaggedOptions, ragged_paged_attention
 from kvjax.ops.write import flat_tokens, reshape_and_cache_flash
 from kvjax.step_metadata import StepMetadata
-from kvjax.window_attention import exact_window_attention
+from kvjax.window_attention import StepTokens, attend_with_window
 
 
 class AttendOptions(RaggedOptions, total=False):
@@ -143,17 +143,17 @@ def attend(
     else:
         check_array("query", query, [("num_tokens", num_tokens), *heads], INPUT_DTYPES)
     leading = batch or (num_tokens,)
-    if hasattr(key, "shape") and key.shape[:-2] != leading:  # without one, the write refuses it
-        raise KVCacheValueError(
-            f"key: got shape {key.shape}, expected the query's {leading}, then num_kv_heads and head_size"
-        )
     if exact_window is not None and tree_mask is not None:
         raise UnsupportedError(
             "tree_mask: got one with an exact window, expected None: a window counts tokens by place"
         )
+    for name, x in (("key", key), ("value", value)):
+        if hasattr(x, "shape") and x.shape[:-2] != leading:  # without one, the write refuses it
+            raise KVCacheValueError(
+                f"{name}: got shape {x.shape}, expected the query's {leading}, then num_kv_heads and head_size"
+            )
     given: dict[str, Any] = {"layer": layer, "k_scale": k_scale, "v_scale": v_scale, "implementation": implementation}
-    cache = reshape_and_cache_flash(key, value, cache, slots, unique_slots=unique_slots, **given)
-    options: dict[str, Any] = given | {
+    options: dict[str, Any] = {
         "sm_scale": sm_scale,
         "sliding_window": sliding_window,
         "logits_soft_cap": logits_soft_cap,
@@ -166,9 +166,11 @@ def attend(
     }
     if exact_window is None:
         options["tree_mask"] = tree_mask
+        cache = reshape_and_cache_flash(key, value, cache, slots, unique_slots=unique_slots, **given)
         sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens
-        attended = ragged_paged_attention(query, cache, *sequences, **options)
+        attended = ragged_paged_attention(query, cache, *sequences, **(given | options))
         return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache
-    rows = (flat_tokens(key), flat_tokens(value)) if batch else (key, value)
-    attended, exact_window = exact_window_attention(query, *rows, cache, exact_window, metadata, **options)
+    key, value = (flat_tokens(x) if batch and hasattr(x, "shape") else x for x in (key, value))
+    new = StepTokens(key, value, implementation, metadata.slot_mapping, unique_slots)
+    attended, cache, exact_window = attend_with_window(query, new, cache, exact_window, metadata, given | options)
     return attended.reshape(*batch, *attended.shape[1:]) if batch else attended, cache, exact_window

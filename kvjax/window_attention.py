@@ -11,6 +11,7 @@ sequences with room for the chunks; the ring takes the last of their tokens afte
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,8 @@ from kvjax.ops.merge import merge_attention_states
 from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_sm_scale, num_reached_blocks
 from kvjax.ops.ragged import ragged_paged_attention
 from kvjax.ops.route import Query, check_query_quantization
-from kvjax.ops.write import reshape_and_cache_flash
+from kvjax.ops.window_write import RingUpdate, update_ring, write_with_ring
+from kvjax.ops.write import WriteTokens, reshape_and_cache_flash
 from kvjax.partition import partition_of
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
 
@@ -92,46 +94,67 @@ def exact_window_attention(
         cache's, or metadata without rows.
       UnsupportedError: the requested implementation cannot serve this call; a cache of latents (MLA).
     """
+    options: dict[str, Any] = {
+        "layer": layer,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "sm_scale": sm_scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "batch_invariant": batch_invariant,
+        "max_q_len": max_q_len,
+        "max_prompts": max_prompts,
+        "decode_q_len": decode_q_len,
+        "query_quantization": query_quantization,
+    }
+    new = StepTokens(key, value, implementation)
+    attended, _, exact_window = attend_with_window(query, new, cache, exact_window, metadata, options)
+    return attended, exact_window
+
+
+def attend_with_window(
+    query: Any,
+    new: StepTokens,
+    cache: KVCache,
+    exact_window: ExactWindow,
+    metadata: StepMetadata,
+    given: dict[str, Any],
+) -> tuple[jax.Array, KVCache, ExactWindow]:
+    """Does what `exact_window_attention` does, after a write to the pages if `new` says so.
+
+    Args:
+      query: as there, and so are `cache`, `exact_window` and `metadata`.
+      new: the step's tokens.
+      cache: of pages.
+      exact_window: of the same layers.
+      metadata: the step's.
+      given: all keyword arguments of `exact_window_attention` but `implementation`.
+
+    Returns:
+      The results, the cache and the window.
+    """
     check_window(exact_window, cache, metadata)
     num_tokens = np.shape(metadata.slot_mapping)[0]
     dims = [("num_tokens", num_tokens), ("num_heads", None), ("head_size", cache.spec.head_size)]
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
+    of_cache: dict[str, Any] = {name: given[name] for name in ("layer", "k_scale", "v_scale", "query_quantization")}
+    limits: dict[str, Any] = {name: given[name] for name in ("max_q_len", "max_prompts", "decode_q_len")}
+    softmax: dict[str, Any] = {name: given[name] for name in ("sm_scale", "logits_soft_cap", "batch_invariant")}
     # Where the ring has all that queries see, no call attends to pages.
-    asked = Query(query.dtype, as_sm_scale(sm_scale, cache.spec.head_size) > 0)
-    check_query_quantization(query_quantization, cache.spec, asked)
-    limits = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
-    options: dict[str, Any] = {
-        "sm_scale": sm_scale,
-        "logits_soft_cap": logits_soft_cap,
-        "batch_invariant": batch_invariant,
-        "return_lse": True,
-        "implementation": implementation,
-        **limits,
-    }
-    of_cache: dict[str, Any] = {
-        "layer": layer,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "query_quantization": query_quantization,
-    }
+    asked = Query(query.dtype, as_sm_scale(softmax["sm_scale"], cache.spec.head_size) > 0)
+    check_query_quantization(of_cache["query_quantization"], cache.spec, asked)
+    options: dict[str, Any] = softmax | limits | {"return_lse": True, "implementation": new.implementation}
     if not np.shape(metadata.seq_lens)[0]:  # all rows are padding
-        out, _ = ragged_paged_attention(
-            query,
-            cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.cu_q_lens,
-            sinks=sinks,
-            **of_cache,
-            **options,
-        )
-        return out, exact_window
+        cache = new.in_pages(cache, of_cache)
+        sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens
+        out, _ = ragged_paged_attention(query, cache, *sequences, sinks=given["sinks"], **(of_cache | options))
+        return out, cache, exact_window
     longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
-    new = StepTokens(key, value, implementation)
-    written = write_step(exact_window, new, metadata, longest, layer)
-    step = written.step
-    spans = _Spans.of(sliding_window, cache, exact_window.size)
+    written = write_step(exact_window, new, metadata, longest, cache, of_cache)
+    step, cache = written.step, written.cache
+    spans = _Spans.of(given["sliding_window"], cache, exact_window.size)
     near = ragged_paged_attention(
         query,
         written.recent,
@@ -140,12 +163,12 @@ def exact_window_attention(
         metadata.cu_q_lens,
         layer=written.layer,
         sliding_window=spans.near,
-        sinks=sinks,
+        sinks=given["sinks"],
         **options,
     )
     exact_window = dataclasses.replace(exact_window, ring=written.ring)
     if spans.reaches_pages is False:
-        return near[0], exact_window
+        return near[0], cache, exact_window
     lens = jnp.maximum(step.lens - exact_window.size, 0)  # a query whose limit is below 0 sees nothing
     far = ragged_paged_attention(
         query,
@@ -157,11 +180,11 @@ def exact_window_attention(
         **of_cache,
         **options,
     )
-    return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], exact_window
+    return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], cache, exact_window
 
 
 class WrittenStep(NamedTuple):
-    """A step's tokens where its queries see the last ones, and in the ring.
+    """A step's tokens where its queries see the last ones, in the ring, and in the pages.
 
     Attributes:
       step: where they are.
@@ -169,6 +192,7 @@ class WrittenStep(NamedTuple):
       table: int32 `[num_seqs, columns]`, blocks of `recent` from each sequence's `first_block` on.
       layer: the layer in `recent`.
       ring: with what rows keep.
+      cache: the pages.
     """
 
     step: _Step
@@ -176,21 +200,32 @@ class WrittenStep(NamedTuple):
     table: jax.Array
     layer: Any
     ring: KVCache
+    cache: KVCache
 
 
 def write_step(
-    exact_window: ExactWindow, new: StepTokens, metadata: StepMetadata, longest: int, layer: ArrayLike | None = None
+    exact_window: ExactWindow,
+    new: StepTokens,
+    metadata: StepMetadata,
+    longest: int,
+    cache: KVCache,
+    of_cache: Mapping[str, Any],
 ) -> WrittenStep:
-    """Writes a step's tokens, at most `longest` of a sequence, for its queries and to the ring."""
+    """Writes a step's tokens, at most `longest` of a sequence: for its queries, to the ring and, if asked, to pages.
+
+    Pages and ring are written by one kernel, if devices divide the heads of both alike. `of_cache` is the layer and the
+    scales, as `reshape_and_cache_flash` takes them.
+    """
     step = _Step.of(exact_window, metadata)
+    update = step.ring_update(exact_window, longest)
+    layer = of_cache["layer"]
     if longest <= exact_window.max_q_len:
-        ring = new.written(exact_window.ring, step.ring_slots, layer)
-        return WrittenStep(step, ring, step.ring_table(longest), layer, ring)
+        cache, ring = new.in_both(cache, update, of_cache)
+        return WrittenStep(step, ring, step.ring_table(longest), layer, ring, cache)
     recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
     new = new.after(recent)  # else XLA would copy the ring
-    kept, kept_slots = step.kept_tokens
-    ring = new.at(kept).written(exact_window.ring, kept_slots, layer)
-    return WrittenStep(step, new.written(recent, slots), table, None, ring)
+    cache, ring = new.in_both(cache, update, of_cache)
+    return WrittenStep(step, new.written(recent, slots, unique_slots=True), table, None, ring, cache)
 
 
 class _Spans(NamedTuple):
@@ -214,24 +249,44 @@ class _Spans(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """A step's keys and values, and what writes them."""
+    """A step's keys and values, and what writes them.
+
+    Attributes:
+      key: `[num_tokens, num_kv_heads, head_size]`.
+      value: likewise.
+      implementation: what writes them; None to choose.
+      slots: those in the pages; None if they are there.
+      unique_slots: whether slots are promised to be unique.
+    """
 
     key: Any
     value: Any
     implementation: str | None
+    slots: Any = None
+    unique_slots: bool = False
 
-    def written(self, cache: KVCache, slots: jax.Array, layer: Any = None) -> KVCache:
-        """Returns the cache with these tokens."""
+    def written(self, cache: KVCache, slots: Any, **options: Any) -> KVCache:
+        """Returns the cache with these tokens in slots."""
         return reshape_and_cache_flash(
-            self.key, self.value, cache, slots, layer=layer, unique_slots=True, implementation=self.implementation
+            self.key, self.value, cache, slots, implementation=self.implementation, **options
         )
 
-    def at(self, index: jax.Array | None) -> StepTokens:
-        """Returns the tokens of an index, all for None; which others it has does not matter."""
-        if index is None:
-            return self
-        key, value = (jnp.asarray(x).at[index].get(mode="clip") for x in (self.key, self.value))
-        return self._replace(key=key, value=value)
+    def in_pages(self, cache: KVCache, of_cache: Mapping[str, Any]) -> KVCache:
+        """Returns the cache with these tokens in their slots."""
+        if self.slots is None:
+            return cache
+        options = {name: of_cache[name] for name in ("layer", "k_scale", "v_scale")}
+        return self.written(cache, self.slots, unique_slots=self.unique_slots, **options)
+
+    def in_both(self, cache: KVCache, update: RingUpdate, of_cache: Mapping[str, Any]) -> tuple[KVCache, KVCache]:
+        """Returns the cache with these tokens in their slots, and the ring with the last of each sequence."""
+        layer = of_cache["layer"]
+        if self.slots is not None:
+            tokens = WriteTokens(self.key, self.value, self.slots, layer, of_cache["k_scale"], of_cache["v_scale"])
+            if both := write_with_ring(cache, tokens, update, self.unique_slots, self.implementation):
+                return both
+        ring = update_ring(update, self.key, self.value, layer, self.implementation)
+        return self.in_pages(cache, of_cache), ring
 
     def after(self, cache: KVCache) -> StepTokens:
         """Returns the same tokens, available once the cache is."""
@@ -245,24 +300,26 @@ class _Step(NamedTuple):
     Attributes:
       lens: `[num_seqs]`, tokens of each sequence, the new ones included.
       q_lens: `[num_seqs]`, its new tokens.
-      q_ends: `[num_seqs]`, the index after its last new token.
       first_block: `[num_seqs]`, the first of its blocks (of `WINDOW_BLOCK_SIZE` tokens) that its queries see.
       row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
       blocks_per_row: of the window.
       size: of the window.
       seq: `[num_tokens]`, each new token's sequence.
       position: `[num_tokens]`, its position, -1 for padding.
+      cu_q_lens: `[num_seqs + 1]`, where new tokens of a sequence begin and end.
+      rows: `[num_seqs]`, rows as they were given.
     """
 
     lens: jax.Array
     q_lens: jax.Array
-    q_ends: jax.Array
     first_block: jax.Array
     row_start: jax.Array
     blocks_per_row: int
     size: int
     seq: jax.Array
     position: jax.Array
+    cu_q_lens: jax.Array
+    rows: jax.Array
 
     @classmethod
     def of(cls, window: ExactWindow, metadata: StepMetadata) -> _Step:
@@ -274,36 +331,19 @@ class _Step(NamedTuple):
             )
         lens = as_lengths(metadata.seq_lens).astype(jnp.int32)
         first = first_tokens(metadata)
-        q_lens, q_ends = lens - first, as_lengths(metadata.cu_q_lens).astype(jnp.int32)[1:]
+        q_lens, cu_q_lens = lens - first, as_lengths(metadata.cu_q_lens).astype(jnp.int32)
         row = as_rows("metadata.window_rows", metadata.window_rows, window, len(lens), q_lens > 0)
         seq, position = metadata.token_rows()
         oldest = jnp.maximum(first - (window.size - 1), 0)
         start = row * window.blocks_per_row
         blocks = oldest // WINDOW_BLOCK_SIZE, start, window.blocks_per_row
-        return cls(lens, q_lens, q_ends, *blocks, window.size, seq, position)
+        # The kernel that updates the ring checks rows itself: it need not wait for another.
+        rows = jnp.asarray(metadata.window_rows if metadata.window_rows.dtype == np.int32 else row)
+        return cls(lens, q_lens, *blocks, window.size, seq, position, cu_q_lens, rows)
 
-    @property
-    def ring_slots(self) -> jax.Array:
-        """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
-        tokens = self.blocks_per_row * WINDOW_BLOCK_SIZE
-        start = self.row_start[self.seq] * WINDOW_BLOCK_SIZE
-        is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
-        return jnp.where(is_kept, start + self.position % tokens, PADDING_SLOT)
-
-    @property
-    def kept_tokens(self) -> tuple[jax.Array | None, jax.Array]:
-        """The new tokens that rows keep, as an index, and the slots of these; an index of None is that of all tokens.
-
-        The index has as many tokens of each sequence as a row holds, unless the step has fewer.
-        """
-        slots, num_tokens = self.ring_slots, len(self.position)
-        per_row = self.blocks_per_row * WINDOW_BLOCK_SIZE
-        if len(self.lens) * per_row >= num_tokens:
-            return None, slots
-        from_end = jnp.arange(per_row, 0, -1)
-        index = (self.q_ends[:, None] - from_end).reshape(-1)
-        is_own = (from_end <= self.q_lens[:, None]).reshape(-1)
-        return index, jnp.where(is_own, slots.at[index].get(mode="clip"), PADDING_SLOT)
+    def ring_update(self, window: ExactWindow, longest: int) -> RingUpdate:
+        """Returns the update of the window's ring by steps with at most so many new tokens of a sequence."""
+        return RingUpdate(window.ring, self.blocks_per_row, longest, self.lens, self.cu_q_lens, self.rows)
 
     def ring_table(self, max_q_len: int) -> jax.Array:
         """Returns a block table of the ring, from each sequence's `first_block` on, for so many new tokens.

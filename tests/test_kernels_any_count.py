@@ -17,6 +17,7 @@ from support.any_count import (
     attention_kernels,
     gather_kernel,
     interleaved_memory,
+    ring_kind,
     write_kernel,
 )
 from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for, why_not
@@ -73,6 +74,34 @@ def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, opera
     [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
     assert kernel.spill_bytes == 0
     num_unused = 0 if dtype.is_quantized else 2  # scales
+    assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
+
+
+def kernel_with_ring(dtype: KVCacheDType | None, kept: int) -> kernels.AnyCount:
+    """The update of a ring, by itself or with a write to pages of a dtype."""
+    if dtype is None:
+        return kernels.ring_kernel(ring_kind(kept))
+    spec = simple_spec(dtype, num_kv_heads=8, head_size=128, block_size=16)
+    return write_kernel(spec, unique_slots=True, ring=ring_kind(kept))
+
+
+def call_with_ring(dtype: KVCacheDType | None, kept: int, *arrays: jax.Array) -> list[jax.Array]:
+    return kernel_with_ring(dtype, kept).function(*arrays)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@matrix(
+    {"dtype": [None, *KERNEL_DTYPES], "kept": [1, 3, 64], "target": HOPPER_AND_BLACKWELL},
+    few={"dtype": [None, KVCacheDType.NVFP4], "kept": [1, 64]},
+)
+def test_the_update_of_a_ring_takes_no_kernel_of_its_own_and_spills_nothing(dtype, kept, target):
+    """As torch launches it."""
+    args = kernel_with_ring(dtype, kept).args
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
+    function = functools.partial(call_with_ring, dtype, kept)
+    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
+    assert kernel.spill_bytes == 0
+    num_unused = 0 if dtype is None or dtype.is_quantized else 2  # scales
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
 
 

@@ -47,10 +47,10 @@ def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
     return [query, key, key, cache, window, metadata]
 
 
-DECODES = {"reshape_and_cache_flash": 2, "paged_attention": 2, "merge_paged_attention": 2}
-"""A write and an attention for the pages, and as many for the ring."""
+DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 2, "merge_paged_attention": 2}
+"""A write to the pages and the ring, and an attention over either."""
 
-CHUNKS = DECODES | {"reshape_and_cache_flash": 3, "gather_kv": 2, "prompt_attention": 2, "join_rows": 2}
+CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_kv": 2, "prompt_attention": 2, "join_rows": 2}
 """The step's tokens are also written to the copy of the ring's rows; rows of decodes are joined with prompts'."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.exact_windows import Case, Server, cuts_of, random_tokens  # noqa: E402
+from support.helpers import assert_same_bytes  # noqa: E402
+from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import capture, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata, UnsupportedError  # noqa: E402
+from kvjax_torch import window_attention  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, WriteTensors  # noqa: E402
+from kvjax_torch.launch import running  # noqa: E402
 
 LENGTHS = (61, 9, 40)
 CUTS = ((1, 1, 1), (17, 3, 8), (61, 9, 40), (24, 1, 33))
@@ -38,7 +44,13 @@ CASES = [
 
 
 class TorchServer(Server):
-    """The same, served by `kvjax_torch`."""
+    """The same, served by `kvjax_torch`.
+
+    Attributes:
+      writes_pages: whether the call that attends also writes to the pages.
+    """
+
+    writes_pages = False
 
     def __init__(self, case: Case, *args: Any, device: str = "cpu", **options: Any) -> None:
         super().__init__(case, *args, **options)
@@ -70,12 +82,15 @@ class TorchServer(Server):
         kvjax_torch.fill_exact_window(self.ring, *caches, *of_step.values(), rows, *self.stored_as)
 
     def call(self, new: Any, step: StepMetadata, **options: Any) -> dict[str, Any]:
-        """The arguments of a step, after its tokens are in the pages."""
+        """The arguments of a step, after its tokens are in the pages, unless `writes_pages`."""
         dtype = getattr(torch, self.case.query_dtype)  # torch reads no bfloat16 of NumPy's
         query, key, value = (torch.tensor(x.astype(np.float32), device=self.device).to(dtype) for x in new)
         slots = torch.tensor(np.asarray(step.slot_mapping), device=self.device)
         caches = {"key_cache": self.pages.key, "value_cache": self.pages.value}
-        kvjax_torch.reshape_and_cache_flash(key, value, *caches.values(), slots, *self.stored_as)
+        if self.writes_pages:
+            options |= {"slot_mapping": slots, "unique_slots": True}
+        else:
+            kvjax_torch.reshape_and_cache_flash(key, value, *caches.values(), slots, *self.stored_as)
         stored_as = dict(zip(("kv_cache_dtype", "k_scale", "v_scale"), self.stored_as, strict=True))
         rows = torch.tensor(np.asarray(step.window_rows), device=self.device)
         given = {"query": query, "key": key, "value": value, "exact_window": self.ring, "window_rows": rows}
@@ -99,6 +114,67 @@ def test_results_are_those_of_jax_wherever_chunks_are_cut(case: Case):
         if sizes == CUTS[1]:
             for got, one in zip(results, Server(case, tokens).serve(steps), strict=True):
                 np.testing.assert_allclose(got, one, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", [Case(), DRAFTS], ids=str)
+def test_a_call_that_also_writes_pages_leaves_the_same_bytes(case: Case):
+    tokens, _ = random_tokens(case, LENGTHS)
+    for sizes in CUTS[:2]:
+        apart, together = TorchServer(case, tokens), TorchServer(case, tokens)
+        together.writes_pages = True
+        for q_lens in cuts_of(LENGTHS, sizes):
+            for got, wanted in zip(together.step(q_lens), apart.step(q_lens), strict=True):
+                assert_same_bytes(got, wanted)
+        for got, wanted in zip(bytes_of(together), bytes_of(apart), strict=True):
+            assert torch.equal(got, wanted)
+
+
+RAGGED = {
+    "decodes": ([21, 6, 1], [0, 1, 2, 3], [2, 0, -1]),
+    "longer than rows": ([60, 9], [0, 37, 40], [1, 7]),
+}
+"""Lengths, bounds of new tokens, and rows of a window of 3."""
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("writes_pages", [False, True])
+@pytest.mark.parametrize("step", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("case", [Case(num_kv_heads=1, model_dtype="bfloat16"), DRAFTS], ids=["nvfp4", "drafts"])
+def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case: Case, step: Any, writes_pages, index, monkeypatch):
+    server, calls = TorchServer(case, []), []
+    ring, torch_dtype = server.ring, getattr(torch, case.model_dtype)
+    sequences = [torch.tensor(x, dtype=index) for x in step]
+    num_tokens, longest = step[1][-1], int(np.diff(step[1]).max())
+    key, value = (torch.randn(num_tokens, *x.shape[2:]).to(torch_dtype) for x in (ring.key_cache, ring.value_cache))
+    slots = torch.randperm(server.pages.key.shape[0] * case.block_size)[:num_tokens].to(index)
+
+    def run(call: running.Call) -> None:
+        calls.append(call)
+        run_interpreted(call)
+
+    def written() -> list[torch.Tensor]:
+        """The ring and the pages after the step, from poisoned memory on."""
+        window = dataclasses.replace(ring, key_cache=ring.key_cache.clone(), value_cache=ring.value_cache.clone())
+        pages = [x.clone() for x in (server.pages.key, server.pages.value)]
+        tensors = WriteTensors(key, value, *pages, slots, *server.stored_as[1:])
+        to_pages = window_attention._PagesWrite(tensors, Encoding(case.dtype), False) if writes_pages else None
+        window_attention._update_ring(window, sequences, (key, value), longest, to_pages)
+        return [x.contiguous().view(torch.uint8) for x in (window.key_cache, window.value_cache, *pages)]
+
+    on_host = written()
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(window_attention, "launches_kernels", lambda *tensors: True)
+    by_kernel = written()
+    assert len(calls) == 1
+    assert all(torch.equal(got, wanted) for got, wanted in zip(by_kernel, on_host, strict=True))
+    changed = [not torch.equal(x, y) for x, y in zip(by_kernel, bytes_of(server), strict=True)]
+    assert changed == [True, True, writes_pages, writes_pages]
+
+
+def bytes_of(server: TorchServer) -> list[torch.Tensor]:
+    every = server.ring.key_cache, server.ring.value_cache, server.pages.key, server.pages.value
+    return [x.contiguous().view(torch.uint8) for x in every]
 
 
 def test_drafts_are_truncated():
@@ -164,6 +240,11 @@ def small_call(**changes: Any) -> dict[str, Any]:
         ({"query": torch.ones(2, 3, 16), "sliding_window": 3}, KVCacheValueError, "query: got num_heads=3"),
         ({"sm_scale": float("nan"), "sliding_window": 3}, KVCacheValueError, "sm_scale: got nan"),
         ({"kv_cache_dtype": "fp4", "sliding_window": 3}, KVCacheValueError, "fp4"),
+        ({"slot_mapping": torch.arange(3)}, KVCacheValueError, "key: got 2 tokens, expected at least one for each of"),
+        ({"slot_mapping": torch.arange(1)}, KVCacheValueError, "slot_mapping: got 1 slots, expected 2, one for each"),
+        ({"slot_mapping": [0, 1]}, KVCacheTypeError, "slot_mapping: got a list"),
+        ({"slot_mapping": torch.arange(2), "unique_slots": 1}, KVCacheTypeError, "unique_slots: got 1"),
+        ({"slot_mapping": torch.arange(2), "v_scale_layout": "x"}, KVCacheValueError, "v_scale_layout: got 'x'"),
         ({"sinks": [1.0]}, KVCacheTypeError, "sinks: got a list"),
         ({"sinks": torch.zeros(4, requires_grad=True)}, KVCacheTypeError, "sinks: got requires_grad=True"),
         ({"k_scale": torch.ones((), requires_grad=True)}, KVCacheTypeError, "k_scale: got requires_grad=True"),
@@ -179,6 +260,7 @@ def test_bad_input_is_named_and_writes_nothing(changes: Any, error: type[Excepti
         kvjax_torch.exact_window_attention(**call)
     if isinstance(call["exact_window"], kvjax_torch.ExactWindow):
         assert not call["exact_window"].key_cache.any()
+    assert not call["key_cache"].any()
 
 
 def test_a_window_of_other_sizes_than_the_cache_is_refused_before_it_is_written():
@@ -224,6 +306,8 @@ def test_padding_without_sequences_sees_nothing():
     call = small_call(**none, window_rows=torch.zeros(0).int())
     assert not kvjax_torch.exact_window_attention(**call).any()
     assert not call["exact_window"].key_cache.any()
+    kvjax_torch.exact_window_attention(**call, slot_mapping=torch.tensor([3, -1]))
+    assert call["key_cache"].sum() == call["key"][0].sum()
 
 
 @pytest.mark.parametrize(
@@ -289,13 +373,16 @@ def test_a_gpu_gives_what_the_host_gives_and_graphs_replay_with_other_lengths(dt
                     out = kvjax_torch.exact_window_attention(**call)
                 self.graphs[kind] = graph, call, out
             graph, captured, out = self.graphs[kind]
-            for name in ("query", "key", "value", "block_table", "seq_lens", "cu_q_lens", "window_rows"):
-                captured[name].copy_(call[name])
+            for name, tensor in captured.items():
+                if isinstance(tensor, torch.Tensor) and name not in ("key_cache", "value_cache"):
+                    tensor.copy_(call[name])
             graph.replay()
             return out.cpu().float().numpy()
 
     servers = [TorchServer(case, tokens, **sizes), TorchServer(case, tokens, device="cuda", **sizes)]
     servers.append(Recorded(case, tokens, device="cuda", **sizes))
+    servers.append(Recorded(case, tokens, device="cuda", **sizes))
+    servers[-1].writes_pages = True
     for q_lens in ([100, 1, 50], [1, 1, 1], [2, 1, 2], [70, 60, 30], [1, 2, 0], [1, 1, 1]):
         wanted, *results = (server.step(q_lens) for server in servers)
         for result in results:

@@ -134,15 +134,15 @@ class _WriteCall:
     def _write(
         self, cache: KVCache, window: ExactWindow | None, key: jax.Array, value: jax.Array, metadata: StepMetadata
     ) -> _Writes:
-        implementation = output.IMPLEMENTATION.value
-        options: dict[str, Any] = {"unique_slots": True, "implementation": implementation, **workload.scales()}
-        cache = kvjax.reshape_and_cache_flash(key, value, cache, metadata.slot_mapping, **options)
+        implementation, scales = output.IMPLEMENTATION.value, workload.scales()
         if window is None:
-            return _Writes(cache)
-        new = window_attention.StepTokens(key, value, implementation)
-        written = window_attention.write_step(window, new, metadata, self.inputs.job.row.q_len)
+            options: dict[str, Any] = {"unique_slots": True, "implementation": implementation, **scales}
+            return _Writes(kvjax.reshape_and_cache_flash(key, value, cache, metadata.slot_mapping, **options))
+        new = window_attention.StepTokens(key, value, implementation, metadata.slot_mapping, unique_slots=True)
+        longest, of_cache = self.inputs.job.row.q_len, {"layer": None, **scales}
+        written = window_attention.write_step(window, new, metadata, longest, cache, of_cache)
         window = dataclasses.replace(window, ring=written.ring)
-        return _Writes(cache, window, (written.recent, written.table) if self.with_room else None)
+        return _Writes(written.cache, window, (written.recent, written.table) if self.with_room else None)
 
     def __call__(self, number: int) -> Any:
         cache, window, _ = self.writes

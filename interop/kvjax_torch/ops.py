@@ -79,7 +79,7 @@ def reshape_and_cache_flash(
         v_scale = as_tensor("v_scale", v_scale, key_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
-    if key_cache.is_cuda and not torch.compiler.is_compiling() and _are_plain(*tensors):
+    if key_cache.is_cuda and are_plain(*tensors):
         writes.write(tensors, (kv_cache_dtype, v_scale_layout), unique_slots)
     else:
         check_tensors(**WriteTensors._make(tensors)._asdict())
@@ -91,14 +91,23 @@ def reshape_and_cache_flash(
         write(*tensors[:5], kv_cache_dtype, k_scale, v_scale, **options)
 
 
-def _are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether no subclass, mode, transformation or autograd would intercept an operation on these tensors."""
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing would intercept an operation on these tensors: no subclass, mode, transformation, autograd or
+    compiler.
+    """
+    if torch.compiler.is_compiling():
+        return False
     for tensor in tensors:
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
             return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+def launches_kernels(*tensors: torch.Tensor) -> bool:
+    """Whether an operation on these tensors launches kernels itself; others go through torch's dispatcher."""
+    return tensors[0].is_cuda and are_plain(*tensors)
 
 
 def rope_and_cache(

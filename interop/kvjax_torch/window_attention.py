@@ -12,13 +12,15 @@ import torch
 
 import kvjax
 from kvjax import KVCacheDType, KVCacheValueError
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_window, num_reached_blocks
+from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_bool, as_limits, as_window, num_reached_blocks
 from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
 from kvjax_torch.arguments.dtypes import dtype_name
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, SoftmaxOptions
+from kvjax_torch.arguments.plan import Encoding, ReadTensors, RingTensors, SoftmaxOptions, WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensors
+from kvjax_torch.arguments.writes import write_plan
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
+from kvjax_torch.cuda import windows
 from kvjax_torch.exact_window import (
     MODEL_DTYPE,
     PADDING_SLOT,
@@ -31,6 +33,7 @@ from kvjax_torch.exact_window import (
     lengths,
     write_recent,
 )
+from kvjax_torch.ops import launches_kernels, reshape_and_cache_flash
 
 
 def exact_window_attention(
@@ -58,13 +61,16 @@ def exact_window_attention(
     max_prompts: int | None = None,
     decode_q_len: int | None = None,
     query_quantization: bool = False,
+    slot_mapping: torch.Tensor | None = None,
+    unique_slots: bool = False,
 ) -> torch.Tensor:
     """Attends as `ragged_paged_attention`, with the last `exact_window.size` tokens of each query exact.
 
-    Call it after the step's tokens were written to the pages, which stay complete. It writes them to the window too, in
-    place. The rows have to hold the tokens before the step's first, as far as its queries see them: what earlier steps
-    or `fill_exact_window` left there. Semantics are those of `kvjax.exact_window_attention`. The host does not wait,
-    and a CUDA graph replays with other contents of all tensors. No gradient is computed.
+    It writes the step's tokens to the window, in place. With `slot_mapping` it also writes them to the pages, on a GPU
+    by the same kernel; without, call it after they were written there. The pages stay complete. The rows have to hold
+    the tokens before the step's first, as far as its queries see them: what earlier steps or `fill_exact_window` left
+    there. Semantics are those of `kvjax.exact_window_attention`. The host does not wait, and a CUDA graph replays with
+    other contents of all tensors. No gradient is computed.
 
     Args:
       query: as in `ragged_paged_attention`.
@@ -92,6 +98,9 @@ def exact_window_attention(
       max_prompts: as in `ragged_paged_attention`.
       decode_q_len: as in `ragged_paged_attention`.
       query_quantization: whether prompts attend to pages by products in fp8; exact tokens are not rounded.
+      slot_mapping: int32 or int64 `[num_tokens]`, the slots in the pages, as in `reshape_and_cache_flash`; None if the
+        tokens are there.
+      unique_slots: as in `reshape_and_cache_flash`.
 
     Returns:
       `[num_tokens, num_heads, head_size_v]` of the query's dtype.
@@ -110,7 +119,8 @@ def exact_window_attention(
     _check_tokens(exact_window, query, key, value)
     limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
     num_tokens, size = query.shape[0], exact_window.size
-    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows, num_tokens)
+    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows)
+    unique_slots = as_bool("unique_slots", unique_slots)
     if kvjax.is_checked():
         check_rows("window_rows", window_rows, step.q_lens > 0, exact_window.num_rows)
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
@@ -128,19 +138,27 @@ def exact_window_attention(
     ):
         plan = ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits), in_fp8)
         check_sizes(exact_window, plan.attention.cache.spec)
+    to_pages = None
+    if slot_mapping is not None:
+        written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, *scales)
+        to_pages = _PagesWrite(written, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), unique_slots)
+        to_pages.check(num_tokens)
+    over_pages, stored_as = (query, key_cache, value_cache, block_table), (kv_cache_dtype, k_scale, v_scale)
+    if not len(step.lens):  # all rows are padding
+        if to_pages is not None:
+            to_pages.run()
+        return ragged_paged_attention(*over_pages, seq_lens, cu_q_lens, *stored_as, sinks=sinks, **options)
+    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
+    if to_pages is not None:
+        recent, table = _write_step(step, key, value, longest, to_pages)
     parts = []
     if window is None or window > size:
         parts.append(
             ragged_paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                block_table,
+                *over_pages,
                 (step.lens - size).clamp(min=0).int(),  # a query whose limit is below 0 sees nothing
                 cu_q_lens,
-                kv_cache_dtype,
-                k_scale,
-                v_scale,
+                *stored_as,
                 v_scale_layout=v_scale_layout,
                 sliding_window=None if window is None else window - size,
                 return_lse=True,
@@ -148,18 +166,8 @@ def exact_window_attention(
                 **options,
             )
         )
-    if not len(step.lens):  # all rows are padding
-        of_none = seq_lens, cu_q_lens, kv_cache_dtype, k_scale, v_scale
-        return ragged_paged_attention(query, key_cache, value_cache, block_table, *of_none, sinks=sinks, **options)
-    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
-    pages = exact_window.key_cache, exact_window.value_cache
-    if longest <= exact_window.max_q_len:
-        write_recent(key, value, pages, step.ring_slots)
-        recent, table = pages, step.ring_table(longest)
-    else:
-        recent, table, slots = _with_room(exact_window, step, longest)
-        write_recent(key, value, recent, slots)
-        write_recent(key, value, pages, step.ring_slots)
+    if to_pages is None:  # after a call that may be refused
+        recent, table = _write_step(step, key, value, longest)
     near = ragged_paged_attention(
         query,
         recent[0],
@@ -186,8 +194,79 @@ def write_exact_window(
     window_rows: torch.Tensor,
 ) -> None:
     """Writes a step's tokens to a window, in place, as `exact_window_attention` does; for other attention."""
-    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows, len(key))
-    write_recent(key, value, (exact_window.key_cache, exact_window.value_cache), step.ring_slots)
+    _update_ring(exact_window, (seq_lens, cu_q_lens, window_rows), (key, value), len(key))
+
+
+class _PagesWrite(NamedTuple):
+    """A step's write to the pages.
+
+    Attributes:
+      tensors: its tensors.
+      encoding: how they are encoded.
+      unique_slots: whether slots are promised to be unique.
+    """
+
+    tensors: WriteTensors
+    encoding: Encoding
+    unique_slots: bool
+
+    def check(self, num_tokens: int) -> None:
+        """Raises if it cannot run, before anything is written."""
+        check_tensors(slot_mapping=self.tensors.slot_mapping)
+        write_plan(self.tensors, self.encoding)
+        if len(self.tensors.slot_mapping) != num_tokens:
+            raise KVCacheValueError(
+                f"slot_mapping: got {len(self.tensors.slot_mapping)} slots, expected {num_tokens}, one for each token"
+            )
+
+    def run(self) -> None:
+        """Writes to the pages alone."""
+        dtype, order = self.encoding
+        options: dict[str, Any] = {"kv_cache_dtype": dtype, "v_scale_layout": order, "unique_slots": self.unique_slots}
+        reshape_and_cache_flash(**self.tensors._asdict(), **options)
+
+
+def _write_step(
+    step: _StepTensors, key: torch.Tensor, value: torch.Tensor, longest: int, to_pages: _PagesWrite | None = None
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Writes a step's tokens, at most `longest` of a sequence; returns where its queries see them, and a block table.
+
+    That is the ring, or a copy of rows with room for the step.
+    """
+    window = step.window
+    if longest <= window.max_q_len:
+        _update_ring(window, step.given, (key, value), longest, to_pages)
+        return (window.key_cache, window.value_cache), step.ring_table(longest)
+    recent, table, slots = _with_room(window, step, len(key), longest)
+    write_recent(key, value, recent, slots)
+    _update_ring(window, step.given, (key, value), longest, to_pages)
+    return recent, table
+
+
+def _update_ring(
+    window: ExactWindow,
+    sequences: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    new: tuple[torch.Tensor, torch.Tensor],
+    longest: int,
+    to_pages: _PagesWrite | None = None,
+) -> None:
+    """Writes a step's tokens to the window, and to the pages if asked: on a GPU in one kernel.
+
+    `sequences` are `seq_lens`, `cu_q_lens` and `window_rows`; `new` are keys and values.
+    """
+    pages = window.key_cache, window.value_cache
+    # One of two numbers, for a kernel is compiled for it.
+    kept = window.max_q_len if longest <= window.max_q_len else window.tokens_per_row
+    ring = RingTensors(*pages, *sequences, window.blocks_per_row, kept)
+    if launches_kernels(*new, *pages, *sequences, *(() if to_pages is None else to_pages.tensors)):
+        if to_pages is None:
+            windows.update(*new, ring)
+        else:
+            windows.write(*to_pages, ring)
+        return
+    if to_pages is not None:
+        to_pages.run()
+    write_recent(*new, pages, _StepTensors.of(window, *sequences).ring_slots(len(new[0])))
 
 
 class _StepTensors(NamedTuple):
@@ -199,8 +278,7 @@ class _StepTensors(NamedTuple):
       first_block: `[num_seqs]`, the first of its blocks (of `WINDOW_BLOCK_SIZE` tokens) that its queries see.
       row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
       window: the window.
-      seq: `[num_tokens]`, each new token's sequence.
-      position: `[num_tokens]`, its position, -1 for padding.
+      given: `seq_lens`, `cu_q_lens` and `window_rows` as callers give them.
     """
 
     lens: torch.Tensor
@@ -208,32 +286,34 @@ class _StepTensors(NamedTuple):
     first_block: torch.Tensor
     row_start: torch.Tensor
     window: ExactWindow
-    seq: torch.Tensor
-    position: torch.Tensor
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
     @classmethod
     def of(
-        cls, window: ExactWindow, seq_lens: torch.Tensor, cu_q_lens: torch.Tensor, rows: torch.Tensor, num_tokens: int
+        cls, window: ExactWindow, seq_lens: torch.Tensor, cu_q_lens: torch.Tensor, rows: torch.Tensor
     ) -> _StepTensors:
         lens, q_lens = lengths(seq_lens, cu_q_lens)
         first_block = (lens - q_lens - (window.size - 1)).clamp(min=0) // WINDOW_BLOCK_SIZE
-        ends = cu_q_lens[1:].long()
+        row_start = existing_rows(rows, window) * window.blocks_per_row
+        return cls(lens, q_lens, first_block, row_start, window, (seq_lens, cu_q_lens, rows))
+
+    def token_rows(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[num_tokens]` twice: each new token's sequence, and its position, -1 for padding."""
+        ends = self.given[1][1:].long()
         token = torch.arange(num_tokens, device=ends.device)
         seq = torch.searchsorted(ends, token, right=True)
-        is_token = seq < len(lens)
-        row_start = existing_rows(rows, window) * window.blocks_per_row
-        if not len(lens):
-            return cls(lens, q_lens, first_block, row_start, window, seq, torch.full_like(seq, -1))
-        seq = seq.clamp(max=len(lens) - 1)
-        position = torch.where(is_token, lens[seq] - (ends[seq] - token), -1)
-        return cls(lens, q_lens, first_block, row_start, window, seq, position)
+        is_token = seq < len(self.lens)
+        seq = seq.clamp(max=max(len(self.lens) - 1, 0))
+        return seq, torch.where(is_token, self.lens[seq] - (ends[seq] - token), -1)
 
-    @property
-    def ring_slots(self) -> torch.Tensor:
+    def ring_slots(self, num_tokens: int) -> torch.Tensor:
         """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
-        tokens, start = self.window.tokens_per_row, self.row_start[self.seq] * WINDOW_BLOCK_SIZE
-        is_kept = (self.position >= 0) & (start >= 0) & (self.position >= self.lens[self.seq] - tokens)
-        return torch.where(is_kept, start + self.position % tokens, PADDING_SLOT)
+        if not len(self.lens):
+            return torch.full((num_tokens,), PADDING_SLOT, device=self.lens.device)
+        seq, position = self.token_rows(num_tokens)
+        tokens, start = self.window.tokens_per_row, self.row_start[seq] * WINDOW_BLOCK_SIZE
+        is_kept = (position >= 0) & (start >= 0) & (position >= self.lens[seq] - tokens)
+        return torch.where(is_kept, start + position % tokens, PADDING_SLOT)
 
     def ring_table(self, max_q_len: int) -> torch.Tensor:
         """A block table of the ring, from each sequence's `first_block` on, for so many new tokens.
@@ -250,14 +330,14 @@ class _StepTensors(NamedTuple):
 
 
 def _with_room(
-    window: ExactWindow, step: _StepTensors, max_q_len: int
+    window: ExactWindow, step: _StepTensors, num_tokens: int, max_q_len: int
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
     """A copy of the rows of a step's sequences with room for its tokens, its block table and their slots.
 
     The first columns of the table are blocks of the rows, from `first_block` to that of the first new token, the others
     blocks of the chunks.
     """
-    num_seqs, num_tokens, device = len(step.lens), len(step.position), step.lens.device
+    num_seqs, device, (seq, position) = len(step.lens), step.lens.device, step.token_rows(num_tokens)
     num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
     # Full blocks of new tokens, and one partial block for each sequence that has any.
     room = (num_tokens + min(num_seqs, num_tokens) * (WINDOW_BLOCK_SIZE - 1)) // WINDOW_BLOCK_SIZE
@@ -274,10 +354,10 @@ def _with_room(
     table = torch.where(column < num_old, own, start[:, None] + column - num_old)
     exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
     table = torch.where(exists, table, -1)
-    of_token = step.position // WINDOW_BLOCK_SIZE - step.first_block[step.seq]
-    block = table[step.seq, of_token.clamp(0, max(columns - 1, 0))]
-    is_written = (step.position >= 0) & (of_token >= 0) & (of_token < columns) & (block >= 0)
-    slots = torch.where(is_written, block * WINDOW_BLOCK_SIZE + step.position % WINDOW_BLOCK_SIZE, PADDING_SLOT)
+    of_token = position // WINDOW_BLOCK_SIZE - step.first_block[seq]
+    block = table[seq, of_token.clamp(0, max(columns - 1, 0))]
+    is_written = (position >= 0) & (of_token >= 0) & (of_token < columns) & (block >= 0)
+    slots = torch.where(is_written, block * WINDOW_BLOCK_SIZE + position % WINDOW_BLOCK_SIZE, PADDING_SLOT)
     return pages, table, slots
 
 

@@ -50,10 +50,13 @@ from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
 from kvjax.kernels.row_places import any_places as row_places_kernel
 from kvjax.kernels.target import Target as Target
 from kvjax.kernels.write import SEARCHED as SEARCHED
+from kvjax.kernels.write import RingKind as RingKind
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
 from kvjax.kernels.write import Rotation as Rotation
 from kvjax.kernels.write import WriteKind as WriteKind
 from kvjax.kernels.write import any_count as write_kernel
+from kvjax.kernels.write import any_ring as ring_kernel
+from kvjax.kernels.write import tokens_of as ring_tokens
 from kvjax.pages import PageRegion as PageRegion
 
 __all__ = [
@@ -74,6 +77,7 @@ __all__ = [
     "PageRegion",
     "PromptKind",
     "RaggedKind",
+    "RingKind",
     "RotatedMemory",
     "Rotation",
     "RowMemory",
@@ -95,6 +99,8 @@ __all__ = [
     "prompt_splits",
     "prompt_units_kernel",
     "ragged_kernel",
+    "ring_kernel",
+    "ring_tokens",
     "row_gather_kernel",
     "row_places_kernel",
     "step_schedule_kernel",

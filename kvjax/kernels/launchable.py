@@ -29,6 +29,9 @@ ANY_LENGTH = 1 << 24
 
 Number = int | jax.Array
 
+Amount = int | tuple[int, ...]
+"""What a kernel's number of programs depends on."""
+
 Operand = jax.Array | jax.ShapeDtypeStruct
 """A JAX array that a kernel is called with, or the type of one that it makes."""
 
@@ -185,7 +188,7 @@ class AnyCount:
         constant memory, and a program that waits for another line takes 0.1 us longer.
       writes: names of the arguments that the kernel writes.
       num_programs: number of programs along the last axis of the grid, given the number of tokens of a write, of
-        entries of the block table of a gather, or of sequences of a merge.
+        entries of the block table of a gather, or of sequences of a merge; or several numbers, if it says so.
       origin: what made it.
     """
 
@@ -194,7 +197,7 @@ class AnyCount:
     counts: tuple[str, ...]
     arguments: tuple[Argument, ...]
     writes: tuple[str, ...]
-    num_programs: Callable[[int], int]
+    num_programs: Callable[[Any], int]
     origin: Origin | None = None
 
     @property
@@ -226,7 +229,7 @@ class AnyCount:
         self.kernel(body)(*(refs.get(i, array) for i, array in enumerate(arrays)))
         return [jax.freeze(ref) for ref in refs.values()]
 
-    def with_counts(self, counts: Sequence[int], amount: int, *arrays: Operand) -> list[jax.Array]:
+    def with_counts(self, counts: Sequence[int], amount: Amount, *arrays: Operand) -> list[jax.Array]:
         """Runs the kernel on JAX arrays, compiled for their sizes and for these counts.
 
         Args:
@@ -270,7 +273,7 @@ class AnyCount:
         written |= {i: lax.optimization_barrier(jax.freeze(ref)) for i, ref in refs.items()}
         return [_bytes_as(written[memory[i]], arrays[i].shape, arrays[i].dtype) for i in self.written]
 
-    def of_arrays(self, counts: Sequence[int], amount: int, arrays: Mapping[str, Operand]) -> dict[str, jax.Array]:
+    def of_arrays(self, counts: Sequence[int], amount: Amount, arrays: Mapping[str, Operand]) -> dict[str, jax.Array]:
         """`with_counts` of arrays by name, among which may be others; returns the written ones by name."""
         written = self.with_counts(counts, amount, *(arrays[argument.name] for argument in self.arguments))
         return dict(zip(self.writes, written, strict=True))

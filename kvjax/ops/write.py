@@ -162,16 +162,17 @@ def write_mosaic(
     *tokens: jax.Array | None,
     unique_slots: bool,
     rotated: kernel.Rotated | None = None,
+    ring: kernel.WindowRing | None = None,
     config: kernel.WriteConfig | None = None,
 ) -> Any:
     """Writes with the kernel, launched as `config` says, by default as is best for the number of tokens.
 
-    Returns the pages, or with `rotated` the rotated queries and the pages.
+    Returns the pages, or with `rotated` the rotated queries and the pages, or with `ring` the pages and the ring's.
     """
     given = WriteTokens(*tokens)
     key, value, slot_mapping, layer, k_scale, v_scale = given
     if not key.size:
-        return cache.kv
+        return cache.kv if ring is None else (cache.kv, ring.kv)
     spec, num_tokens = cache.spec, key.shape[0]
     if num_tokens >= kernel.SEARCHED and not unique_slots:
         unique_slots, given = True, given._replace(slot_mapping=last_of_each_slot(slot_mapping, cache.num_slots))
@@ -185,9 +186,14 @@ def write_mosaic(
         rotated=None if rotated is None else rotated.memory,
         num_layers=None if layer is None else cache.num_layers,
         config=config or kernel.WriteConfig.choose(spec, num_tokens, rotates=rotated is not None),
+        ring=None if ring is None else ring.kind(key, value),
     )
     write, counts = kernel.any_count(kind), [num_tokens, min(cache.num_slots, 1 << 31) - 1]
     arrays = given._asdict() | dict.fromkeys(PAGES, cache.kv)
+    if ring is not None:
+        counts += ring.counts
+        results = write.of_arrays(counts, (num_tokens, ring.counts[0]), arrays | ring.arrays(key, value))
+        return results[PAGES[0]], results[kernel.RING_PAGES[0]]
     if rotated is not None:
         counts.append(rotated.table.shape[0] - 1)
         arrays |= rotated.arrays

@@ -17,7 +17,17 @@ BFLOAT16 = np.dtype(jnp.bfloat16)
 H200 = Device("NVIDIA H200", "9.0", 232448)
 SPEC = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
 LATENTS = MLAAttentionSpec(64, 512, 64, dtype=KVCacheDType.FP8_E4M3)
-KINDS = ("write", "write of scales", "rotate and write", "gather", "decode", "merge", "decode latents")
+KINDS = (
+    "write",
+    "write of scales",
+    "rotate and write",
+    "write with a ring",
+    "ring",
+    "gather",
+    "decode",
+    "merge",
+    "decode latents",
+)
 """Of `all_kinds`, which takes a while."""
 
 
@@ -108,6 +118,13 @@ def rotated_write() -> AnyCount:
     return kernels.write_kernel(kernels.WriteKind(SPEC, rows, page_memory(SPEC), np.dtype(np.int32), (1, 8), **options))
 
 
+def ring_kind(kept: int = 4) -> kernels.RingKind:
+    """Of a ring beside a cache of `SPEC`."""
+    spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=8, head_size=128, block_size=16)
+    rows = kernels.RowMemory(BFLOAT16, 1024, 64), kernels.RowMemory(BFLOAT16, 1024, 64)
+    return kernels.RingKind(spec, rows, page_memory(spec), 4, kept, kernels.ring_tokens(kept, 64))
+
+
 def all_kinds() -> dict[str, AnyCount]:
     """A kernel of each of `KINDS`."""
     per_token = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, num_kv_heads=8, head_size=128, block_size=16)
@@ -116,6 +133,8 @@ def all_kinds() -> dict[str, AnyCount]:
         "write": write_kernel(SPEC),
         "write of scales": write_kernel(per_token),
         "rotate and write": rotated_write(),
+        "write with a ring": write_kernel(SPEC, ring=ring_kind()),
+        "ring": kernels.ring_kernel(ring_kind()),
         "gather": gather_kernel(SPEC),
         "decode": decode,
         "merge": merge,

@@ -28,6 +28,28 @@ class WriteTensors(NamedTuple):
     v_scale: torch.Tensor
 
 
+class RingTensors(NamedTuple):
+    """The ring of an exact window, and the step whose last tokens of each sequence it takes.
+
+    Attributes:
+      key_cache: `[num_rows * blocks_per_row, block_size, num_kv_heads, head_size]` in the model dtype.
+      value_cache: likewise.
+      seq_lens: int32 or int64 `[num_seqs]`, tokens of each sequence, the new ones included.
+      cu_q_lens: likewise `[num_seqs + 1]`, where its new tokens begin and end.
+      window_rows: likewise `[num_seqs]`, its row; it has none if that is not one of the ring's.
+      blocks_per_row: blocks of a row.
+      kept: most new tokens of a sequence to write, at most those of a row.
+    """
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_q_lens: torch.Tensor
+    window_rows: torch.Tensor
+    blocks_per_row: int
+    kept: int
+
+
 class RopeInputs(NamedTuple):
     """What a `rope_and_cache` call takes besides the tensors of its write."""
 

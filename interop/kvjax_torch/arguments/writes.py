@@ -18,8 +18,8 @@ from kvjax_torch.arguments.checks import (
     on_host,
 )
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES, resolve_cache_dtype
-from kvjax_torch.arguments.plan import Encoding, RopeInputs, RopePlan, WritePlan, WriteTensors
-from kvjax_torch.arguments.scales import scale_facts, scale_sizes, scale_tensor_facts
+from kvjax_torch.arguments.plan import Encoding, RingTensors, RopeInputs, RopePlan, WritePlan, WriteTensors
+from kvjax_torch.arguments.scales import as_tensors, scale_facts, scale_sizes, scale_tensor_facts
 
 
 def write_plan(tensors: WriteTensors, encoding: Encoding) -> WritePlan:
@@ -54,6 +54,16 @@ def write_plan(tensors: WriteTensors, encoding: Encoding) -> WritePlan:
         slots = on_host("slot_mapping", slot_mapping).numpy()
         kvjax.check_slots(slots, key_cache.shape[0] * plan.cache.spec.block_size)
     return plan
+
+
+def ring_plan(key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> WritePlan:
+    """The plan of a write to a ring's pages, of slots that the kernel derives.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.
+    """
+    pages, no_slots = (ring.key_cache, ring.value_cache), ring.window_rows[:0]
+    return write_plan(WriteTensors(key, value, *pages, no_slots, *as_tensors(1.0, 1.0, pages[0])), Encoding("auto"))
 
 
 def rope_plan(tensors: WriteTensors, rope: RopeInputs, encoding: Encoding) -> RopePlan:

@@ -1,4 +1,4 @@
-"""The kernel calls of writes, with and without a rotation."""
+"""The kernel calls of writes: by themselves, with a rotation, and with the update of an exact window's ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
-from kvjax_torch.arguments.plan import RopeInputs, RopePlan, WritePlan, WriteTensors
+from kvjax_torch.arguments.plan import RingTensors, RopeInputs, RopePlan, WritePlan, WriteTensors
 from kvjax_torch.calls import choosing
 from kvjax_torch.calls.arrays import (
     ScaleAlignments,
@@ -26,6 +26,21 @@ from kvjax_torch.launch.running import Call
 def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Call:
     """The write of a `reshape_and_cache_flash` or `concat_and_cache_mla` call that `plan` describes."""
     return _write_call(plan, tensors, unique_slots, None)
+
+
+def ring_call(plan: WritePlan, key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> Call:
+    """The update of a ring, of whose pages `plan` is, with the tokens of a step, one at least."""
+    inputs = _RingInputs.of(plan, key, value, ring)
+    kernel = _ring_kernel(inputs.kind, choosing.target_of(key.device))
+    return Call(kernel, (key.shape[0], *inputs.counts), inputs.tensors, inputs.counts[0])
+
+
+def write_call_with_ring(
+    plans: tuple[WritePlan, WritePlan], tensors: WriteTensors, unique_slots: bool, ring: RingTensors
+) -> Call:
+    """The write of a step's tokens, one at least, to pages and to a ring, which `plans` describe."""
+    inputs = _RingInputs.of(plans[1], tensors.key, tensors.value, ring)
+    return _write_call(plans[0], tensors, unique_slots, inputs)
 
 
 def rope_call(plan: RopePlan, tensors: WriteTensors, rope: RopeInputs, unique_slots: bool) -> tuple[Call, torch.Tensor]:
@@ -71,7 +86,62 @@ class _RotatedInputs(NamedTuple):
     last_position: int
 
 
-def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rotated: _RotatedInputs | None) -> Call:
+class _RingInputs(NamedTuple):
+    """A ring that a kernel updates.
+
+    Attributes:
+      kind: the kernel's description of it.
+      tensors: keys, values, the ring's pages, and the step's sequences.
+      counts: the numbers of sequences and of rows.
+    """
+
+    kind: kernels.RingKind
+    tensors: tuple[torch.Tensor, ...]
+    counts: tuple[int, int]
+
+    @classmethod
+    def of(cls, plan: WritePlan, key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> _RingInputs:
+        """Those of a step's tokens."""
+        pages, most, num_tokens = (ring.key_cache, ring.value_cache), choosing.INT32_MAX, key.shape[0]
+        num_seqs, num_rows = ring.seq_lens.shape[0], ring.key_cache.shape[0] // ring.blocks_per_row
+        rows = [runs(x, num_tokens) for x in (key, value)]
+        kind = _ring_kind(
+            plan,
+            tuple((x.stride(0), alignment) for x, alignment in rows),
+            (page_alignment(pages[0]), page_alignment(pages[1])),
+            ring.blocks_per_row,
+            (ring.kept, kernels.ring_tokens(ring.kept, num_tokens)),
+        )
+        sequences = (
+            choosing.int32(ring.seq_lens, 0, most),
+            choosing.int32(ring.cu_q_lens, 0, most),
+            choosing.int32(ring.window_rows, -1, num_rows),
+        )
+        return cls(kind, (*(x for x, _ in rows), *pages, *sequences), (num_seqs, num_rows))
+
+
+@functools.lru_cache(maxsize=1024)
+def _ring_kind(
+    plan: WritePlan,
+    rows: tuple[tuple[int, int], ...],
+    page_alignments: tuple[int, int],
+    blocks_per_row: int,
+    tokens: tuple[int, int],
+) -> kernels.RingKind:
+    """The update of a ring with `rows`; `tokens` are those of a sequence and of a program."""
+    keys, values = (kernels.RowMemory(numpy_dtype(plan.dtype), *memory) for memory in rows)
+    key_pages, value_pages = page_memory(plan.cache, page_alignments)
+    return kernels.RingKind(plan.cache.spec, (keys, values), (key_pages, value_pages), blocks_per_row, *tokens)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ring_kernel(kind: kernels.RingKind, target: kernels.Target) -> kernels.AnyCount:
+    return kernels.ring_kernel(kind, target)
+
+
+def _write_call(
+    plan: WritePlan, tensors: WriteTensors, unique_slots: bool, also: _RotatedInputs | _RingInputs | None
+) -> Call:
     key, value, key_cache, value_cache, slot_mapping, _, _ = tensors
     num_tokens, num_parts = slot_mapping.shape[0], plan.cache.num_parts
     rows = [runs(x, num_tokens) for x in (key, value)[:num_parts]]
@@ -82,18 +152,21 @@ def _write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool, rota
         (page_alignment(key_cache), page_alignment(value_cache)),
         scale_alignments(plan.cache, scales),
         unique_slots,
-        None if rotated is None else rotated.memory,
+        None if also is None else also[0],
         choosing.target_of(key_cache.device),
     )
     last_slot = min(key_cache.shape[0] * plan.cache.spec.block_size, 1 << 31) - 1
     if num_tokens >= kernels.SEARCHED and not unique_slots:
         slot_mapping = only_last_tokens(slot_mapping, last_slot + 1)
-    counts, others = (num_tokens, last_slot), ()  # type: tuple[int, ...], tuple[torch.Tensor, ...]
-    if rotated is not None:
-        counts, others = (*counts, rotated.last_position), rotated.tensors
     both = *(x for x, _ in rows), *(key_cache, value_cache)[:num_parts]
-    arrays = (slot_mapping.contiguous(), *both, *others, *scale_arrays(plan.cache, scales))
-    return Call(kernel, counts, arrays, num_tokens)
+    before, after = (slot_mapping.contiguous(), *both), scale_arrays(plan.cache, scales)
+    counts = num_tokens, last_slot
+    if isinstance(also, _RingInputs):
+        amount = num_tokens, also.counts[0]
+        return Call(kernel, (*counts, *also.counts), (*before, *after, *also.tensors), amount)
+    if also is not None:
+        return Call(kernel, (*counts, also.last_position), (*before, *also.tensors, *after), num_tokens)
+    return Call(kernel, counts, (*before, *after), num_tokens)
 
 
 def only_last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -115,7 +188,7 @@ def _write_kernel(
     page_alignments: tuple[int, int],
     scale_alignments: ScaleAlignments,
     unique_slots: bool,
-    rotated: kernels.RotatedMemory | None,
+    also: kernels.RotatedMemory | kernels.RingKind | None,
     target: kernels.Target,
 ) -> kernels.AnyCount:
     """The kernel for keys and values with `rows`, the strides of tokens and the alignments of each."""
@@ -127,6 +200,7 @@ def _write_kernel(
         plan.scale_sizes,
         unique_slots=unique_slots,
         scale_pages=scale_memory(plan.cache, scale_alignments),
-        rotated=rotated,
+        rotated=also if isinstance(also, kernels.RotatedMemory) else None,
+        ring=also if isinstance(also, kernels.RingKind) else None,
     )
     return kernels.write_kernel(kind, target)

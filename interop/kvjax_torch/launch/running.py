@@ -27,13 +27,13 @@ class Call:
       kernel: the kernel.
       counts: its counts.
       tensors: its arrays.
-      amount: the size that its number of programs depends on.
+      amount: the size that its number of programs depends on, or several.
     """
 
     kernel: kernels.AnyCount
     counts: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
-    amount: int
+    amount: int | tuple[int, ...]
 
     @property
     def device(self) -> torch.device:
@@ -102,9 +102,9 @@ class Launcher(NamedTuple):
     """A compiled kernel, and its number of programs as a function of a call's amount."""
 
     kernel: loading.Kernel
-    num_programs: Callable[[int], int]
+    num_programs: Callable[[Any], int]
 
-    def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int) -> None:
+    def launch(self, counts: tuple[int, ...], addresses: tuple[int, ...], amount: int | tuple[int, ...]) -> None:
         """Launches the kernel on arrays at these addresses."""
         self.kernel((*kernels.packed(counts), *addresses), self.num_programs(amount))
 

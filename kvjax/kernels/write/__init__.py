@@ -16,6 +16,7 @@ How rows are encoded is `kvjax.kernels.codecs`. Modules:
 - `transfer`: from registers, or from shared memory, into pages.
 - `rotation`, `rotation_step`: rotary position embedding before the write.
 - `program`: what one program does.
+- `window`: the update of an exact window's ring with the same tokens, in the same kernel or in one of its own.
 - `any_count`: the entry point, for JAX arrays and for caller-owned memory.
 """
 
@@ -27,3 +28,8 @@ from kvjax.kernels.write.launch_config import WriteConfig as WriteConfig
 from kvjax.kernels.write.rotation import Rotation as Rotation
 from kvjax.kernels.write.rotation_step import Rotated as Rotated
 from kvjax.kernels.write.rotation_step import RotatedMemory as RotatedMemory
+from kvjax.kernels.write.window import RING_PAGES as RING_PAGES
+from kvjax.kernels.write.window import RingKind as RingKind
+from kvjax.kernels.write.window import WindowRing as WindowRing
+from kvjax.kernels.write.window import any_ring as any_ring
+from kvjax.kernels.write.window import tokens_of as tokens_of

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from kvjax.errors import UnsupportedError
 from kvjax.kernels.aliases import Ref
@@ -39,6 +40,8 @@ from kvjax.kernels.write.launch_config import Rung, WriteConfig
 from kvjax.kernels.write.rotation_step import RotatedMemory, rotated_part
 from kvjax.kernels.write.slots import Slots
 from kvjax.kernels.write.transfer import WriteOperand
+from kvjax.kernels.write.window import LAYER, RING_PAGES, RingKind
+from kvjax.kernels.write.window import update as update_ring
 from kvjax.spec import AttentionSpec
 
 
@@ -60,6 +63,7 @@ class WriteKind:
       num_layers: layers whose pages lie next to each other in a block; None for one. The kernel then reads which to
         write, so that pages are not sliced and one kernel serves all layers. A layer out of range writes nothing.
       config: the only configuration, for a known number of tokens; None for any number.
+      ring: the ring of an exact window, which the first programs update with the same tokens; not with `rotated`.
     """
 
     spec: AttentionSpec
@@ -72,6 +76,7 @@ class WriteKind:
     rotated: RotatedMemory | None = None
     num_layers: int | None = None
     config: WriteConfig | None = None
+    ring: RingKind | None = None
 
 
 @with_origin
@@ -80,13 +85,14 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
 
     Returns:
       A kernel of slots, keys, values, the keys' and values' pages, the layer if there are several, those of `rotated`,
-      k_scale, v_scale.
+      k_scale, v_scale, those of `ring`. With a ring its amount is the numbers of tokens and of sequences.
 
     Raises:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.
       ValueError: as `check_row_scales`.
     """
     spec, rows, pages, rotated, scale_pages = kind.spec, kind.rows, kind.pages, kind.rotated, kind.scale_pages
+    ring = kind.ring
     codecs = codecs_of(spec)
     check_row_scales(spec, pages, scale_pages)
     if reason := why_no_staging(spec, target, rotates=rotated is not None):
@@ -98,13 +104,22 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
         rungs = [Rung(1, kind.config)]
     thresholds = [rung.min_tokens for rung in rungs]
     rotation_arguments = () if rotated is None else rotated.arguments
-    layers = () if kind.num_layers is None else (Argument("layer", jax.ShapeDtypeStruct((1,), jnp.int32)),)
+    layers = () if kind.num_layers is None else (LAYER,)
     page_dtype = spec.array_dtype if spec.dtype.is_quantized else spec.storage_dtype
     as_rows = {name: codec.token_rows for name, codec in zip(("key", "value"), codecs, strict=False)}
     if rotated is not None:
         as_rows[("key", "value")[rotated_part(spec)]] = rotated.rotation.as_columns
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], staged: Sequence[Any]) -> None:
+        if ring is None:
+            return write_pages(counts, arrays, staged)
+        index, first = lax.axis_index("program"), ring.num_programs(counts["num_seqs"])
+        update = functools.partial(update_ring, ring, counts, arrays, index)
+        program.branch(index < first, "ring", update, "pages", lambda: write_pages(counts, arrays, staged, first))
+
+    def write_pages(
+        counts: Mapping[str, Number], arrays: Mapping[str, Ref], staged: Sequence[Any], first_program: Number = 0
+    ) -> None:
         num_tokens = counts["num_tokens"]
         destinations = [memory.pages(arrays[name]) for memory, name in zip(pages, PAGES, strict=False)]
         step = None
@@ -124,7 +139,7 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
             own_slots = Slots(arrays["slot_mapping"], words_per_slot, counts["last_slot"], num_searched)
             if kind.num_layers is not None:
                 own_slots = own_slots.of_layer(arrays["layer"][0], kind.num_layers)
-            call = program.WriteCall(spec, rung.config, num_tokens, rows[0].dtype)
+            call = program.WriteCall(spec, rung.config, num_tokens, rows[0].dtype, first_program)
             program.run(own_slots, operands, staged, call, step)
 
         def select(rung: Rung, later: Rung, write_later: Callable[[], None]) -> None:
@@ -141,6 +156,10 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
     def num_programs(num_tokens: int) -> int:
         return rungs[bisect.bisect_right(thresholds, num_tokens) - 1].config.num_programs(num_tokens)
 
+    def num_programs_with_ring(amount: tuple[int, int]) -> int:
+        num_tokens, num_seqs = amount
+        return num_programs(num_tokens) + (0 if ring is None else ring.num_programs(num_seqs))
+
     return AnyCount(
         body,
         functools.partial(
@@ -150,7 +169,11 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
             grid=ANY_LENGTH,
             rotated_dtype=None if rotated is None else rows[0].dtype,
         ),
-        ("num_tokens", "last_slot", *(["last_position"] if rotated is not None else [])),
+        (
+            *("num_tokens", "last_slot"),
+            *(("last_position",) if rotated is not None else ()),
+            *(() if ring is None else ring.counts),
+        ),
         (
             Argument("slot_mapping", jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32)),
             *(memory.argument(*named) for memory, named in zip(rows, as_rows.items(), strict=True)),
@@ -158,11 +181,13 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
             *layers,
             *rotation_arguments,
             *scale_arguments(spec, kind.scale_sizes, scale_pages),
+            *(() if ring is None else ring.arguments),
         ),
         writes=(
             *PAGES[: len(pages)],
             *(() if rotated is None else ("rotated_query",)),
             *(argument.name for argument in row_scale_arguments(spec, scale_pages)),
+            *(() if ring is None else RING_PAGES),
         ),
-        num_programs=num_programs,
+        num_programs=num_programs if ring is None else num_programs_with_ring,
     )

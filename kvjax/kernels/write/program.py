@@ -17,7 +17,7 @@ from kvjax.kernels.codecs import LoadedRows
 from kvjax.kernels.launchable import Number, Rows
 from kvjax.kernels.write.launch_config import WriteConfig
 from kvjax.kernels.write.rotation_step import RotationStep, rotated_part
-from kvjax.kernels.write.slots import Position, Slots
+from kvjax.kernels.write.slots import Position, TokenSlots
 from kvjax.kernels.write.transfer import RowCopy, Scatter, WriteOperand
 from kvjax.spec import AttentionSpec
 
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
     spec: AttentionSpec
     dtype: DTypeLike
-    slots: Slots
+    slots: TokenSlots
     tokens: int
     first: jax.Array
     first_owned: jax.Array
@@ -51,16 +51,17 @@ class Program(NamedTuple):
 
 
 class WriteCall(NamedTuple):
-    """What is written: tokens of `dtype` into pages of a spec, by programs of a configuration."""
+    """What is written: tokens of `dtype` into pages of a spec, by programs of a configuration after others."""
 
     spec: AttentionSpec
     config: WriteConfig
     num_tokens: Number
     dtype: Any
+    first_program: Number = 0
 
 
 def run(
-    slots: Slots,
+    slots: TokenSlots,
     operands: Sequence[WriteOperand],
     staged: Sequence[Any],
     call: WriteCall,
@@ -70,8 +71,10 @@ def run(
 
     `operands` are the keys and the values; `staged` is shared memory for data and scales of those that are staged.
     """
-    spec, config, num_tokens, dtype = call
+    spec, config, num_tokens, dtype, first_program = call
     index = lax.axis_index("program")
+    if not isinstance(first_program, int) or first_program:
+        index = index - first_program
     which = lax.rem(index, jnp.int32(2)) if config.split_kv else None
     first_owned = (lax.div(index, jnp.int32(2)) if config.split_kv else index) * config.tokens
     first = first_owned if config.tokens == 1 else jnp.minimum(first_owned, num_tokens - config.tokens)
@@ -87,6 +90,11 @@ def run(
         *(which == 0, "keys", lambda: _write(first_part, both[:1], rotation)),
         *("values", lambda: _write(second_part, both[1:], rotation)),
     )
+
+
+def write_rows(program: Program, operands: Sequence[WriteOperand]) -> None:
+    """Writes rows that keep their elements where they are."""
+    _write(program, [(operand, ()) for operand in operands], None)
 
 
 def _write(program: Program, both: Sequence[StagedOperand], rotation: RotationStep | None) -> None:
@@ -144,9 +152,7 @@ def _load_rows(
     """Loads slots and rows: a position per token, a copy per operand, and the rows of each token and operand."""
     slots, spec = program.slots, program.spec
     tokens = [program.first + i for i in range(program.tokens)]
-    positions = [
-        slots.position(lambda word: slots.ref[word], token, token >= program.first_owned, spec) for token in tokens
-    ]
+    positions = [slots.position(token, token >= program.first_owned, spec) for token in tokens]
     copies = [_row_copy(spec, operand, program.dtype) for operand in operands]
 
     def load(which: int, rows: Rows) -> list[jax.Array]:
@@ -166,7 +172,7 @@ def _load_rows(
 def _row_copy(spec: AttentionSpec, operand: WriteOperand, dtype: DTypeLike) -> RowCopy:
     """The copy of rows of `dtype` whose encoding leaves every element in its place."""
     itemsize = jnp.dtype(operand.pages.ref.dtype).itemsize
-    copy = RowCopy.of(spec, operand.pages, 0, itemsize, by_head=operand.scale.shape[0] > 1)
+    copy = RowCopy.of(spec, operand.pages, 0, itemsize, by_head=operand.has_head_scales)
     max_vector = min(copy.max_vector, operand.rows.alignment // jnp.dtype(dtype).itemsize)
     return dataclasses.replace(copy, max_vector=max_vector)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import compat, warpgroups
-from kvjax.kernels.aliases import Ref
+from kvjax.kernels.aliases import Layout, Ref
 from kvjax.kernels.launchable import Number
 from kvjax.kernels.registers import THREADS, lane_layout
 from kvjax.spec import AttentionSpec
@@ -25,6 +24,18 @@ class Position(NamedTuple):
     written: jax.Array
     page: jax.Array
     token: jax.Array
+
+
+class TokenSlots(Protocol):
+    """Where the tokens of a program go."""
+
+    def position(
+        self, token: jax.Array, condition: jax.Array, spec: AttentionSpec, layout: Layout | None = None
+    ) -> Position:
+        """Where a token goes, or an array of tokens in registers in `layout`; only those that `condition` names."""
+
+    def repeated(self, first: jax.Array, tokens: int) -> jax.Array | None:
+        """The tokens that are not the last with their slot, as in `Slots`."""
 
 
 class Slots(NamedTuple):
@@ -52,9 +63,13 @@ class Slots(NamedTuple):
         return self._replace(last_slot=last, layer=layer, num_layers=num_layers)
 
     def position(
-        self, read: Callable[[jax.Array], jax.Array], token: jax.Array, condition: jax.Array, spec: AttentionSpec
+        self, token: jax.Array, condition: jax.Array, spec: AttentionSpec, layout: Layout | None = None
     ) -> Position:
-        """Where a token, or an array of tokens, goes; `read` reads words of `ref`."""
+        """Where a token goes, or an array of tokens in registers in `layout`."""
+
+        def read(word: jax.Array) -> jax.Array:
+            return self.ref[word] if layout is None else warpgroups.load_each(self.ref, word, layout)
+
         word = token * self.words_per_slot
         slot = read(word)
         written = condition & (slot >= 0) & (slot <= self.last_slot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from kvjax.kernels.aliases import Layout, Scalar
 from kvjax.kernels.codecs import Codec
 from kvjax.kernels.launchable import Number, Pages, Rows
 from kvjax.kernels.registers import MAX_VECTOR_BYTES, THREADS, lane_layout
-from kvjax.kernels.write.slots import Position, Slots
+from kvjax.kernels.write.slots import Position, TokenSlots
 from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
@@ -28,7 +27,8 @@ class WriteOperand(NamedTuple):
     Attributes:
       codec: how they are encoded.
       rows: the rows to encode.
-      scale: reference to their decode scale, `[1]` or `[num_kv_heads]`; None where each token and head has a scale.
+      scale: reference to their decode scale, `[1]` or `[num_kv_heads]`; None where each token and head has a scale, or
+        nothing has.
       pages: the pages to write.
       scale_pages: the pages for the scales of each token and head, where those are not in `pages`.
     """
@@ -38,6 +38,11 @@ class WriteOperand(NamedTuple):
     scale: Scalar
     pages: Pages
     scale_pages: Pages | None = None
+
+    @property
+    def has_head_scales(self) -> bool:
+        """Whether each head has a scale for all tokens."""
+        return self.scale is not None and self.scale.shape[0] > 1
 
     @property
     def destinations(self) -> list[tuple[Pages, int]]:
@@ -141,7 +146,7 @@ class Scatter:
         chunks = self.tokens * self.chunks_per_token
         return chunks if compat.interpreting() else -(-chunks // THREADS) * THREADS
 
-    def positions(self, slots: Slots, first: jax.Array, first_owned: jax.Array, spec: AttentionSpec) -> Position:
+    def positions(self, slots: TokenSlots, first: jax.Array, first_owned: jax.Array, spec: AttentionSpec) -> Position:
         """Where the token of each chunk goes.
 
         `first` is the program's first token; tokens before `first_owned` are written by another program.
@@ -149,8 +154,7 @@ class Scatter:
         chunk = self._chunk_indices()
         token = first + jnp.minimum(lax.div(chunk, jnp.int32(self.chunks_per_token)), self.tokens - 1)
         is_chunk = (chunk < self.tokens * self.chunks_per_token) & (token >= first_owned)
-        read = functools.partial(warpgroups.load_each, slots.ref, layout=self.layout)
-        return slots.position(read, token, is_chunk, spec)
+        return slots.position(token, is_chunk, spec, self.layout)
 
     def store(self, staged: Any, pages: Pages, positions: Position, skipped: jax.Array | None) -> None:
         """Stores all chunks of `staged` `[tokens, bytes]`, except those of tokens whose bit in `skipped` is set."""
