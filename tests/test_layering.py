@@ -24,6 +24,7 @@ PRIVATE_JAX_MODULES = (
     "kvjax.kernels.registers",
     "kvjax.kernels.tiles",
     "kvjax.kernels.ptx",
+    "kvjax.kernels.mla.exchange",
     "kvjax.kernels.warpgroups",
     "kvjax.kernels.lanes.words",
     "kvjax.kernels.lanes.warps",

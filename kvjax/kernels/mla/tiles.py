@@ -131,23 +131,23 @@ class Tiles:
     Attributes:
       latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
       rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
-      own_weights: `[1, 64, 64]`; None where weights are stored over the rope keys of a slot.
+      of_weights: `[1, 64, 64]`, or `rope` where weights are stored over the rope keys of a slot.
       all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
       votes: in interpret mode int32 `[2]`, what each warpgroup has found; else None.
     """
 
     latents: Ref
     rope: Ref | None
-    own_weights: Ref | None
+    of_weights: Ref
     all_stored: Barriers
-    votes: Ref | None
+    votes: Barriers
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
         """Those of `scratch_types`."""
         latents, *others = refs
         rope = others.pop(0) if spec.part_sizes[1] else None
-        weights = None if _weights_replace_rope_keys(spec) else others.pop(0)
+        weights = rope if rope is not None and _weights_replace_rope_keys(spec) else others.pop(0)
         return cls(latents, rope, weights, *(others or (None, None)))
 
     def parts(self, index: Scalar) -> list[Ref]:
@@ -164,10 +164,7 @@ class Tiles:
 
     def weights(self, slot: Scalar) -> Ref:
         """The weights of the tokens of a slot."""
-        if self.own_weights is not None:
-            return self.own_weights.at[0]
-        assert self.rope is not None
-        return self.rope.at[slot + 1]
+        return self.of_weights.at[slot + 1 if self.of_weights is self.rope else 0]
 
     def copy(self, index: Scalar, lot: int, latents: Source, rope: Source) -> None:
         """Starts copies of a lot of rows of a tile; without rope keys, `rope` is not read."""
@@ -208,7 +205,6 @@ class Tiles:
         """Whether a row's bool holds in any warpgroup; a barrier of all threads."""
         if not compat.interpreting():
             return exchange.any_in_block(mask, WARPGROUPS * THREADS)
-        assert self.votes is not None
         self.votes[lax.axis_index("warpgroup")] = jnp.any(mask).astype(jnp.int32)
         self.wait_for_copies()
         found = (self.votes[0] | self.votes[1]) != 0
