@@ -101,6 +101,7 @@ def attention_kernels(
     if interleaved:
         memory, scales = interleaved_memory(spec)
     softmax, num_heads = kernels.Softmax(**{"sm_scale": 0.125} | options), group * spec.num_kv_heads
+    own["joined_query"] = spec.is_mla  # as from torch
     kind = kernels.BatchKind(spec, memory, dtype, num_heads, q_len, (1, 1), softmax, scale_pages=scales, **own)
     return (kernels.mla_kernels if spec.is_mla else kernels.attention_kernels)(kind, target)
 
