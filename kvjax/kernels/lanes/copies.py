@@ -186,11 +186,8 @@ def copy_or_clear(destination: Ref, transforms: Transforms, source: Ref, chunks:
         address = arith.addi(address, arith.extui(i64, offset))
         guard = "@p " if condition else ""
         code = " ".join(
-            f"{guard}cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0+{i}], [$1+{j}], 16, $2, once;"
-            for i, j in chunks.runs
+            f"{guard}cp.async.cg.shared.global.L2::128B [$0+{i}], [$1+{j}], 16, $2;" for i, j in chunks.runs
         )
-        # What is read once gives way in L2 to what is read again: the results of parts, which the merge reads.
-        code = "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0; " + code + " }"
         if condition:
             code = f"{{ .reg .pred p; setp.ne.b32 p, $3, 0; {code} }}"
         operands = [arith.addi(shared_address(destination), to), address, size, *condition]
