@@ -28,6 +28,7 @@ from support.torch_helpers import (  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, UnsupportedError, binaries, kernels  # noqa: E402
 from kvjax.kernels.prompts import problem as prompt_problem  # noqa: E402
+from kvjax.kernels.registers import THREADS  # noqa: E402
 
 import kvjax_torch  # noqa: E402  # isort: skip
 from kvjax_torch import library  # noqa: E402
@@ -139,6 +140,39 @@ def test_interpreted_kernels_are_attention(
     args = arrays(lengths, BFLOAT16, **options)
     check(args, run(args, causal=causal), attention(args, causal))
     assert [call.kernel.origin.function.split(":")[1] for call in ran] == ["any_tiles", "any_ragged"]
+
+
+BEFORE = (70, 13)
+"""Query rows, more than a tile of them, and keys of no sequence before those of the first."""
+
+
+@pytest.mark.parametrize("is_divided", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "splits"])
+def test_interpreted_kernels_store_the_rows_before_the_first_sequence(
+    is_divided: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if is_divided:
+        monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 64)
+    ran = interpret_kernels(monkeypatch, multiprocessors=8 if is_divided else 2)
+    lengths = Lengths((50, 9), (290, 11)) if is_divided else Lengths((3,), (9,))
+    args = arrays(lengths, BFLOAT16, sizes=(32, 32), heads=(2, 2), before=BEFORE)
+    check(args, run(args), attention(args, True))
+    assert ran[-1].kernel.origin.arguments["kind"].is_divided == is_divided
+
+
+def test_rows_before_the_first_sequence_see_nothing(device: str):
+    for lengths in (STEP, Lengths((), ())):
+        for dtype in (np.float32, np.float16):
+            args = arrays(lengths, dtype, before=BEFORE)
+            check(args, run(args, device), attention(args, True))
+
+
+@pytest.mark.full
+def test_interpreted_kernels_take_as_many_sequences_as_a_program_has_threads(monkeypatch: pytest.MonkeyPatch):
+    """Less one or none: then the prompts of rows of no sequence are stored by other threads than those before."""
+    interpret_kernels(monkeypatch)
+    for num_seqs in (THREADS - 1, THREADS):
+        args = arrays(Lengths((1,) * num_seqs, (2,) * num_seqs), BFLOAT16, sizes=(32, 32), heads=(1, 1), before=BEFORE)
+        check(args, run(args), attention(args, True))
 
 
 @pytest.mark.full
@@ -386,7 +420,7 @@ def needs_the_kernel() -> None:
 def test_on_a_gpu_it_is_attention(heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool):
     """Also of few rows over many tokens, which are divided into splits."""
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,)), Lengths((70,), (4000,))):
-        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes)
+        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes, before=BEFORE)
         check(args, run(args, "cuda", causal=causal), attention(args, causal))
 
 

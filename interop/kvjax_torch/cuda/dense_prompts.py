@@ -92,7 +92,7 @@ def _launch(
     tiles = [query.new_empty(spec.num_kv_heads * head_rows * size) for size in spec.head_sizes]
     bounds = [choosing.int32(x, 0, choosing.INT32_MAX) for x in tensors[3:]]
     num_seqs = bounds[0].shape[0] - 1
-    prompts = query.new_empty((num_seqs + 1) * len(kernels.RAGGED_FIELDS) + 1, dtype=torch.int32)
+    prompts = query.new_empty(kernels.ragged_prompts_size(num_seqs), dtype=torch.int32)
     of_tiles = num_seqs, num_rows, num_tokens, num_copied, head_rows, int(plan.causal)
     running.run(running.Call(own.tiles, of_tiles, (*dense, *bounds, *tiles, prompts), num_copied))
 
