@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -210,6 +211,51 @@ def test_kernels_are_those_of_any_lengths(monkeypatch: pytest.MonkeyPatch):
     assert made == {every}
     run(arrays(STEP, np.float16, **MLA))
     assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        False,
+        pytest.param(True, marks=[pytest.mark.full, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]),
+    ],
+)
+def test_a_warm_up_compiles_the_kernels_of_any_lengths_together(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of one token, whose strides may differ, and of either mask; compiled for a described GPU they are kept."""
+    monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "kvjax"))
+    interpret_kernels(monkeypatch)
+    gpu, compiled = binaries.Device("NVIDIA H200", "9.0", 232_448), []
+
+    def compile_all(every: list[Any], _: torch.device) -> None:
+        compiled.append(every)
+        if compiles:
+            binaries.compiled(every, gpu)
+
+    monkeypatch.setattr(running, "compile_all", compile_all)
+    later: set[kernels.AnyCount] = set()
+    monkeypatch.setattr(running, "compile_once", lambda every, _: later.update(every))
+    monkeypatch.setattr(running, "run", lambda _: None)
+    call = given(arrays(Lengths((2,), (2,)), BFLOAT16, padding=(0, 0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        kvjax_torch.warm_up_ragged_attention(call["query"], call["key"], call["value"], sm_scale=0.25)
+    [every] = compiled
+    assert len(every) == len(set(every))
+    if compiles:
+        assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
+    for lengths, causal in ((STEP, True), (Lengths((1,), (1,)), False), (Lengths((700, 1), (1500, 64)), False)):
+        args = given(arrays(lengths, BFLOAT16, padding=(0, 0)))
+        kvjax_torch.ragged_attention(**args, causal=causal, sm_scale=0.25)
+    one = {name: rows[:1].reshape(1, -1).view(1, *rows.shape[1:]) for name, rows in list(args.items())[:3]}
+    bounds = torch.tensor([0, 1])
+    kvjax_torch.ragged_attention(**one, cu_q_lens=bounds, cu_kv_lens=bounds, sm_scale=0.25)
+    assert later == set(every)
+    if compiles:
+        before = binaries.num_compilations()
+        binaries.compiled([*later], gpu)
+        assert binaries.num_compilations() == before
 
 
 def test_keys_that_kernels_do_not_read_where_they_are_are_copied():
