@@ -15,7 +15,7 @@ from absl.testing import absltest
 import kvjax
 from benchmarks import compare, output, workload
 from benchmarks.latents import MLA_ROWS, MLARow
-from benchmarks.peers import attends_mla
+from benchmarks.peers import attends_mla, in_torch
 from benchmarks.peers.attends_mla import MLAJob
 from benchmarks.peers.peer import Peer, Run
 from kvjax import KVCacheDType
@@ -56,15 +56,26 @@ def _prompt_arrays(job: PromptJob) -> list[jax.Array]:
     return [*arrays, *(jnp.array([0, length], jnp.int32) for length in (job.q_len, job.kv_len))]
 
 
+def _check_prompt(arrays: list[jax.Array], causal: bool, out: Any) -> None:
+    reference = functools.partial(kvjax.ragged_attention, causal=causal, implementation="xla")
+    expected = np.asarray(jax.jit(reference)(*arrays), np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0.02, atol=0.01)
+
+
 def _prepare_prompt(arrays: list[jax.Array], causal: bool, implementation: str | None) -> Run:
     attend = jax.jit(functools.partial(kvjax.ragged_attention, causal=causal, implementation=implementation))
+    return Run(lambda _: attend(*arrays), functools.partial(_check_prompt, arrays, causal))
 
-    def check(out: jax.Array) -> None:
-        reference = functools.partial(kvjax.ragged_attention, causal=causal, implementation="xla")
-        expected = np.asarray(jax.jit(reference)(*arrays), np.float32)
-        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0.02, atol=0.01)
 
-    return Run(lambda _: attend(*arrays), check)
+def _prepare_torch_prompt(arrays: list[jax.Array], causal: bool) -> Run:
+    import kvjax_torch
+
+    tensors = [in_torch.borrow(array) for array in arrays]
+
+    def check(out: Any) -> None:
+        _check_prompt(arrays, causal, out.float().cpu())
+
+    return Run(lambda _: kvjax_torch.ragged_attention(*tensors, causal=causal), check, in_torch.wait)
 
 
 class MLAAttentionBenchmark(output.Program):
@@ -74,9 +85,11 @@ class MLAAttentionBenchmark(output.Program):
         implementation = output.IMPLEMENTATION.value
         for causal in (True, False):
             prepare = functools.partial(_prepare_prompt, causal=causal, implementation=implementation)
-            peers = [Peer[PromptJob, list[jax.Array]]("kvjax", prepare, own=True)]
-            some = [job for job in jobs if job.causal is causal]
-            compare.compare_all(self, "mla prompts", some, peers, _prompt_arrays)
+            in_jax = Peer[PromptJob, list[jax.Array]]("kvjax", prepare, own=True)
+            prepare_torch = functools.partial(_prepare_torch_prompt, causal=causal)
+            from_torch: Peer[PromptJob, list[jax.Array]] = in_torch.torch_peer("kvjax_torch", prepare_torch, own=True)
+            some, peers = [job for job in jobs if job.causal is causal], [in_jax, from_torch]
+            compare.compare_all(self, "mla prompts", some, compare.present(self.results, peers, None), _prompt_arrays)
 
     def test_rows(self) -> None:
         host, smoke = (MLARow(16, 1, 2, 512),), (MLARow(2, 1, 2, 100),)

@@ -69,6 +69,15 @@ def test_xla_takes_many_chunks_and_skips_those_that_no_row_sees(monkeypatch: pyt
     assert max(read) == 8  # the last token of the longest sequence, of 16
 
 
+def test_rows_before_the_first_sequence_see_nothing():
+    args = arrays(STEP, before=(70, 13))
+    check(args, _run(*args, implementation="xla"), attention(args, True))
+    args = arrays(Lengths((3,), (9,)), BFLOAT16, before=(70, 13))
+    with hopper():
+        got = jax.block_until_ready(_run(*args, implementation="mosaic"))
+    check(args, got, attention(args, True))
+
+
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=3, max_size=3), st.booleans())
 def test_any_lengths(lengths: list[tuple[int, int]], causal: bool):
@@ -126,7 +135,7 @@ def test_on_a_gpu_the_kernel_is_attention(
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("the prompt kernel is for compute capability 9.0")
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,))):
-        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes)
+        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes, before=(70, 13))
         got = _run(*args, causal=causal, implementation="mosaic")
         check(args, got, attention(args, causal))
 

@@ -61,6 +61,26 @@ def test_interpreted_it_is_attention(dtype, sizes, block_size, q_len, heads, que
     check(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap)
 
 
+RAISED = pytest.mark.parametrize(
+    ("dtype", "sizes"), [("bfloat16", (128, 64)), ("float16", (128, 16)), ("fp8_ds_mla", (512, 16))]
+)
+"""Weights over rope keys and in memory of their own, of bfloat16 and of float16; tiles that are decoded."""
+
+
+@RAISED
+def test_interpreted_results_are_rescaled_for_larger_logits_of_later_tiles(dtype, sizes):
+    """By 2**10 from tile to tile, so that results without it are those of the first tiles."""
+    check(dtype, sizes, 16, 1, 3, "bfloat16", None, None, lengths=(200, 64, 330), growth=8)
+
+
+@pytest.mark.gpu
+@RAISED
+@pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
+def test_on_a_gpu_results_are_rescaled_for_larger_logits_of_later_tiles(dtype, sizes, invariant):
+    lengths = [900 - i for i in range(300)]  # more than a tile for each thread block
+    check(dtype, sizes, 16, 1, 3, "bfloat16", None, None, on_gpu=True, lengths=lengths, invariant=invariant, growth=8)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("config", [MLAConfig(5, 1), MLAConfig(2, 1, part=1)], ids=["shares", "parts"])
 def test_interpreted_parts_of_sequences_are_merged(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from support.torch_helpers import (  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, UnsupportedError, binaries, kernels  # noqa: E402
 from kvjax.kernels.prompts import problem as prompt_problem  # noqa: E402
+from kvjax.kernels.registers import THREADS  # noqa: E402
 
 import kvjax_torch  # noqa: E402  # isort: skip
 from kvjax_torch import library  # noqa: E402
@@ -141,6 +143,39 @@ def test_interpreted_kernels_are_attention(
     assert [call.kernel.origin.function.split(":")[1] for call in ran] == ["any_tiles", "any_ragged"]
 
 
+BEFORE = (70, 13)
+"""Query rows, more than a tile of them, and keys of no sequence before those of the first."""
+
+
+@pytest.mark.parametrize("is_divided", [False, pytest.param(True, marks=pytest.mark.full)], ids=["whole", "splits"])
+def test_interpreted_kernels_store_the_rows_before_the_first_sequence(
+    is_divided: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if is_divided:
+        monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 64)
+    ran = interpret_kernels(monkeypatch, multiprocessors=8 if is_divided else 2)
+    lengths = Lengths((50, 9), (290, 11)) if is_divided else Lengths((3,), (9,))
+    args = arrays(lengths, BFLOAT16, sizes=(32, 32), heads=(2, 2), before=BEFORE)
+    check(args, run(args), attention(args, True))
+    assert ran[-1].kernel.origin.arguments["kind"].is_divided == is_divided
+
+
+def test_rows_before_the_first_sequence_see_nothing(device: str):
+    for lengths in (STEP, Lengths((), ())):
+        for dtype in (np.float32, np.float16):
+            args = arrays(lengths, dtype, before=BEFORE)
+            check(args, run(args, device), attention(args, True))
+
+
+@pytest.mark.full
+def test_interpreted_kernels_take_as_many_sequences_as_a_program_has_threads(monkeypatch: pytest.MonkeyPatch):
+    """Less one or none: then the prompts of rows of no sequence are stored by other threads than those before."""
+    interpret_kernels(monkeypatch)
+    for num_seqs in (THREADS - 1, THREADS):
+        args = arrays(Lengths((1,) * num_seqs, (2,) * num_seqs), BFLOAT16, sizes=(32, 32), heads=(1, 1), before=BEFORE)
+        check(args, run(args), attention(args, True))
+
+
 @pytest.mark.full
 def test_interpreted_kernels_divide_the_tokens_of_few_rows(monkeypatch: pytest.MonkeyPatch):
     """Also those of rows of no sequence, and of a sequence of fewer tokens than splits have tiles."""
@@ -176,6 +211,51 @@ def test_kernels_are_those_of_any_lengths(monkeypatch: pytest.MonkeyPatch):
     assert made == {every}
     run(arrays(STEP, np.float16, **MLA))
     assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        False,
+        pytest.param(True, marks=[pytest.mark.full, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]),
+    ],
+)
+def test_a_warm_up_compiles_the_kernels_of_any_lengths_together(
+    compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also of one token, whose strides may differ, and of either mask; compiled for a described GPU they are kept."""
+    monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "kvjax"))
+    interpret_kernels(monkeypatch)
+    gpu, compiled = binaries.Device("NVIDIA H200", "9.0", 232_448), []
+
+    def compile_all(every: list[Any], _: torch.device) -> None:
+        compiled.append(every)
+        if compiles:
+            binaries.compiled(every, gpu)
+
+    monkeypatch.setattr(running, "compile_all", compile_all)
+    later: set[kernels.AnyCount] = set()
+    monkeypatch.setattr(running, "compile_once", lambda every, _: later.update(every))
+    monkeypatch.setattr(running, "run", lambda _: None)
+    call = given(arrays(Lengths((2,), (2,)), BFLOAT16, padding=(0, 0)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        kvjax_torch.warm_up_ragged_attention(call["query"], call["key"], call["value"], sm_scale=0.25)
+    [every] = compiled
+    assert len(every) == len(set(every))
+    if compiles:
+        assert len(list((tmp_path / "kvjax").iterdir())) == len(every)
+    for lengths, causal in ((STEP, True), (Lengths((1,), (1,)), False), (Lengths((700, 1), (1500, 64)), False)):
+        args = given(arrays(lengths, BFLOAT16, padding=(0, 0)))
+        kvjax_torch.ragged_attention(**args, causal=causal, sm_scale=0.25)
+    one = {name: rows[:1].reshape(1, -1).view(1, *rows.shape[1:]) for name, rows in list(args.items())[:3]}
+    bounds = torch.tensor([0, 1])
+    kvjax_torch.ragged_attention(**one, cu_q_lens=bounds, cu_kv_lens=bounds, sm_scale=0.25)
+    assert later == set(every)
+    if compiles:
+        before = binaries.num_compilations()
+        binaries.compiled([*later], gpu)
+        assert binaries.num_compilations() == before
 
 
 def test_keys_that_kernels_do_not_read_where_they_are_are_copied():
@@ -386,7 +466,7 @@ def needs_the_kernel() -> None:
 def test_on_a_gpu_it_is_attention(heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool):
     """Also of few rows over many tokens, which are divided into splits."""
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,)), Lengths((70,), (4000,))):
-        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes)
+        args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes, before=BEFORE)
         check(args, run(args, "cuda", causal=causal), attention(args, causal))
 
 

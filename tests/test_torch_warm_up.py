@@ -37,7 +37,7 @@ from kvjax_torch.arguments.plan import (  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.arguments.writes import write_plan  # noqa: E402
 from kvjax_torch.calls import attending, gathering, writing  # noqa: E402
-from kvjax_torch.cuda import latents, ragged_step  # noqa: E402
+from kvjax_torch.cuda import latents, ragged, ragged_step, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
 
@@ -272,3 +272,100 @@ def test_a_warm_up_copies_no_tokens_that_no_kernel_has_found(monkeypatch: pytest
 def test_a_warm_up_of_latents_names_what_does_not_fit(changes: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         kvjax_torch.warm_up_mla(**latent_call("bfloat16", (384, 48)) | changes)
+
+
+def dense_call(num_tokens: int, device: str = "cpu") -> list[torch.Tensor]:
+    """A query, and keys and values that are slices of a projection, of sizes like no other test's."""
+    query, fused = (torch.ones(num_tokens, 6, size, dtype=torch.bfloat16, device=device) for size in (112, 160))
+    return [query, *fused.split((112, 48), dim=2)]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_dense_keys_that_are_warm_are_not_compiled_again(causal: bool, device: str):
+    """Of one factor for each mask, so that nothing of it is compiled yet."""
+    scale, before = 0.5 + causal, num_compiled()
+    kvjax_torch.warm_up_ragged_attention(*dense_call(2, device), sm_scale=scale)
+    warm = num_compiled()
+    has_kernels = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
+    assert (warm != before) == has_kernels
+    for num_tokens in (1, 7, 300):
+        bounds = torch.tensor([0, num_tokens // 2, num_tokens], device=device)
+        kvjax_torch.ragged_attention(*dense_call(num_tokens, device), bounds, bounds, causal=causal, sm_scale=scale)
+    assert num_compiled() == warm
+
+
+@pytest.mark.parametrize(
+    ("index", "changed", "error", "message"),
+    [
+        (0, torch.ones(1, 6, 112).bfloat16(), KVCacheValueError, "query: got 1 tokens, expected at least 2"),
+        (0, torch.ones(2, 6, 96).bfloat16(), KVCacheValueError, r"key: got shape \(2, 6, 112\), expected head_size=96"),
+        (1, torch.ones(2, 6, 112), KVCacheTypeError, r"key: got dtype torch\.float32"),
+        (2, [1.0], KVCacheTypeError, "value: got a list, expected a torch.Tensor"),
+    ],
+)
+def test_a_warm_up_of_dense_keys_names_what_does_not_fit(
+    index: int, changed: Any, error: type[Exception], message: str
+):
+    call = dense_call(2)
+    call[index] = changed
+    with pytest.raises(error, match=message):
+        kvjax_torch.warm_up_ragged_attention(*call)
+
+
+OPERATIONS = pytest.mark.parametrize("operation", ["paged_attention", "ragged_paged_attention"])
+
+
+def attend_to_tree(
+    operation: str, num_seqs: int, length: int, *, window: int | None = None, q_len: int = 3, device: str = "cpu"
+) -> None:
+    """Attends with a tree, over a layer like no other test's; a ragged step has room for a prompt."""
+    spec = spec_of(KVCacheDType.NVFP4, 112)
+    cache = torch_cache(random_pages(spec, NUM_BLOCKS), spec, device=device)
+    query = torch.ones(num_seqs, q_len, 8, 112, dtype=torch.bfloat16, device=device)
+    table = torch.zeros(num_seqs, 1 + length // spec.block_size, dtype=torch.int32, device=device)
+    lens = torch.full((num_seqs,), length, dtype=torch.int32, device=device)
+    pages, stored_as = (cache.key, cache.value, table, lens), ("nvfp4", 1.0, 1.0)
+    options = {"tree_mask": torch.eye(q_len, dtype=torch.bool, device=device), "sliding_window": window}
+    if operation == "paged_attention":
+        kvjax_torch.paged_attention(query, *pages, *stored_as, **options)
+    else:
+        bounds = q_len * torch.arange(num_seqs + 1, device=device) * (length > 0)
+        rows = torch.cat([query.flatten(0, 1), query[0], query[0, :1]])  # enough for a prompt
+        kvjax_torch.ragged_paged_attention(rows, *pages, bounds, *stored_as, **options, max_prompts=1)
+
+
+@OPERATIONS
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_call_of_empty_sequences_compiles_attention_with_a_tree(
+    operation: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Of any number of sequences, and for no other number of query tokens."""
+    compiled, ran = set(), set()
+    for module, remembered in ((reads, "_attends"), (running, "_compiled_together")):
+        monkeypatch.setattr(module, remembered, set())
+    monkeypatch.setattr(host, "attend", reads.attend)
+    monkeypatch.setattr(host, "attend_ragged", ragged.attend)
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    monkeypatch.setattr(running, "compile_all", lambda every, device: compiled.update(every))
+    monkeypatch.setattr(running, "run", lambda call: ran.add(call.kernel))
+    attend_to_tree(operation, 1, 0, window=window)
+    warm = set(compiled)
+    assert ran <= warm
+    for num_seqs, length in ((1, 20), (40, 300), (300, 20)):
+        attend_to_tree(operation, num_seqs, length, window=window)
+    assert warm == compiled
+    assert ran <= warm
+    attend_to_tree(operation, 1, 20, window=window, q_len=4)
+    assert not ran <= warm
+
+
+@pytest.mark.gpu
+@OPERATIONS
+def test_on_a_gpu_a_call_of_empty_sequences_compiles_attention_with_a_tree(operation: str):
+    before, q_len = num_compiled(), 5 if operation == "paged_attention" else 6  # which no other call has
+    attend_to_tree(operation, 1, 0, q_len=q_len, device="cuda")
+    warm = num_compiled()
+    assert warm != before
+    for num_seqs, length in ((1, 20), (40, 300), (300, 20)):
+        attend_to_tree(operation, num_seqs, length, q_len=q_len, device="cuda")
+    assert num_compiled() == warm

@@ -19,4 +19,5 @@ from kvjax_torch.sharing.borrow import to_jax as to_jax
 from kvjax_torch.sharing.borrow import to_torch as to_torch
 from kvjax_torch.start_up import warm_up as warm_up
 from kvjax_torch.start_up import warm_up_mla as warm_up_mla
+from kvjax_torch.start_up import warm_up_ragged_attention as warm_up_ragged_attention
 from kvjax_torch.window_attention import exact_window_attention as exact_window_attention

@@ -1,4 +1,4 @@
-"""Compiles the kernels of later calls, several at once: `warm_up` of keys and values, `warm_up_mla` of latents."""
+"""Compiles the kernels of later calls, several at once: of keys and values, latents, and dense keys and values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from kvjax import KVCacheDType, KVCacheValueError
 from kvjax.ops.options import as_bool, as_int
 from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.dense import dense_plan
 from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors
 from kvjax_torch.arguments.latents import (
     GatheredRows,
@@ -18,9 +19,9 @@ from kvjax_torch.arguments.latents import (
     latent_gather_plan,
     latent_write_plan,
 )
-from kvjax_torch.arguments.plan import Encoding, LatentQuery, ReadTensors, SoftmaxOptions
+from kvjax_torch.arguments.plan import DenseTensors, Encoding, LatentQuery, ReadTensors, SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
-from kvjax_torch.cuda import latents, writes
+from kvjax_torch.cuda import dense_prompts, latents, writes
 from kvjax_torch.eager import host
 from kvjax_torch.mla import MLAOptions, concat_and_cache_mla, gather_and_maybe_dequant_cache, mla_paged_attention
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
@@ -64,13 +65,8 @@ def warm_up(
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as the two operations.
     """
     check_tensors(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    for name, tokens in (("key", key), ("value", value)):
-        if tokens.shape[0] < 2:
-            raise KVCacheValueError(
-                f"{name}: got {tokens.shape[0]} tokens, expected at least 2, which show their strides"
-            )
-    # torch's views of one token have the strides of a tensor of one token.
-    one_key, one_value = (rows[:1].reshape(-1).view(1, *rows.shape[1:]) for rows in (key, value))
+    _check_strides_show(key=key, value=value)
+    one_key, one_value = _one_token(key), _one_token(value)
     # On a GPU a kernel is compiled for the memory that it is launched on, and the launch may write nothing.
     slots, table, lengths = slot_mapping.new_full((1,), -1), slot_mapping.new_zeros((1, 1)), slot_mapping.new_zeros(1)
     steps = [(key, value, slots, lengths), (one_key, one_value, slots, lengths)]
@@ -160,8 +156,7 @@ def warm_up_mla(
     stored_as = dtype_name(kv_cache_dtype), as_tensor("scale", scale, kv_cache)
     slots = slot_mapping.new_full((1,), -1)
     given = kv_c, k_pe
-    # torch's views of one token have the strides of a tensor of one token.
-    one = kv_c[:1].reshape(-1).view(1, -1), k_pe[:1].reshape(-1).view(1, -1)
+    one = _one_token(kv_c), _one_token(k_pe)
     # Also the checks of all arguments of a write.
     writes = [latent_write_plan(*rows, LatentPages(kv_cache, *stored_as), slots) for rows in (given, one)]
     queries = [LatentQuery(*(rows.new_zeros(*shape, rows.shape[1]) for rows in one)) for shape in shapes]
@@ -195,3 +190,48 @@ def warm_up_mla(
         gather_and_maybe_dequant_cache(kv_cache, dst, table, bounds, None, max(count, 1), *stored_as)
         for query in queries:
             mla_paged_attention(*query, kv_cache, table, bounds[1:], *stored_as, sm_scale=sm_scale, **options)
+
+
+def warm_up_ragged_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, sm_scale: float | None = None
+) -> None:
+    """Compiles the kernels of `ragged_attention` for such tensors, several at once.
+
+    Call it before the first request, and before `torch.cuda.graph` records a call. Then calls with any numbers of
+    sequences, query rows and tokens do not compile, causal or not, for tensors of the same dtype, strides and alignment
+    on the same device. Where torch attends there is nothing to compile: on a CPU, and where the prompt kernel does not
+    serve.
+
+    Args:
+      query: as in `ragged_attention`, with the strides of the model's queries and any contents. At least two tokens,
+        since the strides of one do not show those of more.
+      key: the same for the keys.
+      value: the same for the values.
+      sm_scale: as in `ragged_attention`.
+
+    Raises:
+      KVCacheValueError, KVCacheTypeError: as `ragged_attention`.
+    """
+    given = {"query": query, "key": key, "value": value}
+    check_tensors(**given)
+    bounds = torch.zeros(2, dtype=torch.int32, device=query.device)
+    plan = dense_plan(DenseTensors(query, key, value, bounds, bounds), True, sm_scale)
+    _check_strides_show(**given)
+    if query.is_cuda:
+        one = _one_token(query), _one_token(key), _one_token(value)
+        every = [(plan, DenseTensors(*rows, bounds, bounds)) for rows in ((query, key, value), one)]
+        dense_prompts.compile_kernels(every)
+
+
+def _check_strides_show(**tensors: torch.Tensor) -> None:
+    """Raises `KVCacheValueError` for fewer tokens than show their strides."""
+    for name, rows in tensors.items():
+        if rows.shape[0] < 2:
+            raise KVCacheValueError(
+                f"{name}: got {rows.shape[0]} tokens, expected at least 2, which show their strides"
+            )
+
+
+def _one_token(rows: torch.Tensor) -> torch.Tensor:
+    """The first token as torch's views of one have it: with the strides of a tensor of one token."""
+    return rows[:1].reshape(-1).view(1, *rows.shape[1:])

@@ -39,11 +39,11 @@ from kvjax.kernels.prompts.any_ragged import HeadRows as HeadRows
 from kvjax.kernels.prompts.any_ragged import RaggedKind as RaggedKind
 from kvjax.kernels.prompts.any_ragged import any_ragged as ragged_kernel
 from kvjax.kernels.prompts.any_ragged import any_tiles as tiles_kernel
+from kvjax.kernels.prompts.any_ragged import prompts_size as ragged_prompts_size
 from kvjax.kernels.prompts.schedule import StepKind as StepKind
 from kvjax.kernels.prompts.schedule import any_schedule as step_schedule_kernel
 from kvjax.kernels.prompts.schedule import num_programs as step_schedule_programs
 from kvjax.kernels.prompts.tiled import FIELDS as PROMPT_FIELDS
-from kvjax.kernels.prompts.tiled import RAGGED_FIELDS as RAGGED_FIELDS
 from kvjax.kernels.prompts.transfer import Units as Units
 from kvjax.kernels.prompts.transfer import any_placement as placement_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
@@ -66,7 +66,6 @@ __all__ = [
     "PROMPT_FIELDS",
     "PROMPT_ROWS",
     "PROMPT_TOKENS",
-    "RAGGED_FIELDS",
     "SEARCHED",
     "TILE_TOKENS",
     "AnyBatch",
@@ -99,6 +98,7 @@ __all__ = [
     "prompt_splits",
     "prompt_units_kernel",
     "ragged_kernel",
+    "ragged_prompts_size",
     "ring_kernel",
     "ring_tokens",
     "row_gather_kernel",

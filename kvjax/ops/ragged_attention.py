@@ -80,8 +80,8 @@ def ragged_attention(
     prompt over latents (MLA): the chunk itself, and pieces of the context, which `merge_attention_states` joins. As
     `flash_attn_varlen_func` in vLLM and FlashInfer's ragged prefill, with natural logarithms.
 
-    A row that attends to nothing is 0, and its log-sum-exp is -inf; so are rows past `cu_q_lens[-1]`. Keys and values
-    past `cu_kv_lens[-1]` may hold anything.
+    A row that attends to nothing is 0, and its log-sum-exp is -inf; so are rows of no sequence, as those
+    past `cu_q_lens[-1]`. Keys and values of no sequence may hold anything.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. `num_heads` is a multiple of

@@ -43,21 +43,22 @@ def arrays(
     *,
     heads: tuple[int, int] = (4, 2),
     sizes: tuple[int, int] = (32, 16),
+    before: tuple[int, int] = (0, 0),
     padding: tuple[int, int] = (3, 5),
     seed: int = 0,
 ) -> Arrays:
-    """A step whose padding is NaN."""
+    """A step, and rows and keys of no sequence, NaN: `before` the first sequence, and `padding` after the last."""
     rng = np.random.default_rng(seed)
     (num_heads, num_kv_heads), (size, size_v) = heads, sizes
-    bounds = [np.cumsum([0, *each], dtype=np.int32) for each in lengths]
+    bounds = [np.cumsum([first, *each], dtype=np.int32) for first, each in zip(before, lengths, strict=True)]
 
-    def rows(end: int, padding: int, *shape: int) -> np.ndarray:
-        array = rng.standard_normal((end + padding, *shape)).astype(dtype)
-        array[end:] = np.nan
+    def rows(bounds: np.ndarray, padding: int, *shape: int) -> np.ndarray:
+        array = rng.standard_normal((bounds[-1] + padding, *shape)).astype(dtype)
+        array[: bounds[0]] = array[bounds[-1] :] = np.nan
         return array
 
-    query = rows(bounds[0][-1], padding[0], num_heads, size)
-    key, value = (rows(bounds[1][-1], padding[1], num_kv_heads, each) for each in (size, size_v))
+    query = rows(bounds[0], padding[0], num_heads, size)
+    key, value = (rows(bounds[1], padding[1], num_kv_heads, each) for each in (size, size_v))
     return Arrays(query, key, value, *bounds)
 
 
@@ -89,5 +90,6 @@ def check(args: Arrays, got: Sequence[Any], expected: Sequence[np.ndarray]) -> N
     eps = float(ml_dtypes.finfo(out.dtype).eps)
     np.testing.assert_allclose(out.astype(np.float64), expected[0], atol=2 * eps + 1e-5, rtol=2 * eps)
     np.testing.assert_allclose(lse, expected[1], atol=1e-4, rtol=1e-5)
-    assert not out[args.cu_q_lens[-1] :].astype(np.float32).any()  # also no -0.0 or NaN
-    assert (lse[args.cu_q_lens[-1] :] == -np.inf).all()
+    for of_no_sequence in (slice(args.cu_q_lens[0]), slice(args.cu_q_lens[-1], None)):
+        assert not out[of_no_sequence].astype(np.float32).any()  # also no NaN
+        assert (lse[of_no_sequence] == -np.inf).all()

@@ -79,14 +79,17 @@ def check(
     config: MLAConfig | DecodeConfig | None = None,
     invariant: bool = False,
     kernel: Literal["many", "few"] = "many",
+    growth: float = 0,
 ) -> None:
     """What no row sees, and blocks of no sequence, are NaN."""
     if config is None and kernel == "many":
         passes = -(-q_len * heads // 64)
         config = MLAConfig(132 if on_gpu else 2, passes, part=8 if invariant else None)
     spec = spec_of(dtype, sizes, block_size)
-    problem = build(spec, lengths, None if window is None else window + q_len - 1)
+    problem = build(spec, lengths, None if window is None else window + q_len - 1, growth=growth)
     q = queries(spec, (len(lengths), q_len, heads), query_dtype)
+    if growth:
+        q[0][..., 0] = 12
     with contextlib.nullcontext() if on_gpu else interpret_mode():
         if config is None:
             call = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=q_len * heads, max_blocks=1))

@@ -37,8 +37,13 @@ class Problem:
     scale: float
 
 
-def build(spec: MLAAttentionSpec, seq_lens: Sequence[int], reach: int | None = None, fill: int = NAN) -> Problem:
-    """With `reach`, only so many last tokens of each sequence are stored; before them are NaN, and no blocks."""
+def build(
+    spec: MLAAttentionSpec, seq_lens: Sequence[int], reach: int | None = None, fill: int = NAN, growth: float = 0
+) -> Problem:
+    """With `reach`, only so many last tokens of each sequence are stored; before them are NaN, and no blocks.
+
+    The first element of a latent grows by `growth` with every 64 tokens.
+    """
     rng, scale, size = np.random.default_rng(0), 0.0021, spec.block_size
     max_blocks = max(-(-max(seq_lens) // size), 1) + 1
     num_blocks = sum(-(-length // size) for length in seq_lens) + 2
@@ -52,6 +57,7 @@ def build(spec: MLAAttentionSpec, seq_lens: Sequence[int], reach: int | None = N
             table[seq, column] = next(free)
         position = np.arange(first, length)
         kv_c, k_pe = (rng.standard_normal((len(position), part)).astype(np.float32) for part in spec.part_sizes)
+        kv_c[:, 0] += growth * (position // 64)
         stored = mla_reference.rows(spec, kv_c, k_pe, scale)
         pages = mla_reference.write(pages, spec, stored, table[seq, position // size] * size + position % size)
         dense = np.zeros((length, spec.head_size), np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,17 @@ def attend(
     return out, lse
 
 
+def compile_kernels(calls: Sequence[tuple[DensePlan, DenseTensors]]) -> None:
+    """Compiles the kernels of calls of any lengths, several at once; of calls that torch serves there are none."""
+    every = list[kernels.AnyCount]()
+    for plan, (query, key, value, *_) in calls:
+        if _why_no_kernel(plan, query.device) is None:
+            rows = ragged_step.runs(query, kernels.PROMPT_ROWS)
+            every += _kernels_of(plan, rows, (_run(key), _run(value)))
+    if every:
+        running.compile_all(list(dict.fromkeys(every)), calls[0][1].query.device)
+
+
 @functools.lru_cache(maxsize=1024)
 def _why_no_kernel(plan: DensePlan, device: torch.device) -> str | None:
     asked = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0, has_prompts=True)
@@ -83,16 +95,14 @@ def _launch(
     query, spec = tensors.query, plan.spec
     num_rows, num_tokens, num_copied = query.shape[0], tensors.key.shape[0], dense[0].shape[0]
     rows = ragged_step.runs(query, kernels.PROMPT_ROWS)
-    with choosing.one_at_a_time:
-        strides = tuple((x.stride(0), x.stride(1)) for x in dense)
-        own = _kernels(plan, rows.stride(0), strides, query.device)
+    own = _kernels_of(plan, rows, dense)
     running.compile_once(own, query.device)
 
     head_rows = _head_rows(num_tokens)
     tiles = [query.new_empty(spec.num_kv_heads * head_rows * size) for size in spec.head_sizes]
     bounds = [choosing.int32(x, 0, choosing.INT32_MAX) for x in tensors[3:]]
     num_seqs = bounds[0].shape[0] - 1
-    prompts = query.new_empty((num_seqs + 1) * len(kernels.RAGGED_FIELDS) + 1, dtype=torch.int32)
+    prompts = query.new_empty(kernels.ragged_prompts_size(num_seqs), dtype=torch.int32)
     of_tiles = num_seqs, num_rows, num_tokens, num_copied, head_rows, int(plan.causal)
     running.run(running.Call(own.tiles, of_tiles, (*dense, *bounds, *tiles, prompts), num_copied))
 
@@ -152,6 +162,13 @@ def _splits(plan: DensePlan, query: torch.Tensor, num_tokens: int) -> int:
         num_tokens=num_tokens,
         max_splits=most if num_rows >= kernels.PROMPT_ROWS else 1,
     )
+
+
+def _kernels_of(plan: DensePlan, rows: torch.Tensor, dense: tuple[torch.Tensor, torch.Tensor]) -> _Kernels:
+    """The kernels of a call whose query is `rows` and whose keys and values are `dense`, as kernels read them."""
+    with choosing.one_at_a_time:
+        strides = tuple((x.stride(0), x.stride(1)) for x in dense)
+        return _kernels(plan, rows.stride(0), strides, rows.device)
 
 
 @functools.lru_cache(maxsize=1024)

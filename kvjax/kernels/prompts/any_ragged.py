@@ -29,6 +29,14 @@ from kvjax.spec import AttentionSpec
 TILE_TOKENS = 64
 """Tokens of a head that a program stores."""
 
+_OTHERS = 2
+"""Prompts without tokens, of the rows that no sequence has: those after the last sequence, those before the first."""
+
+
+def prompts_size(num_seqs: int) -> int:
+    """The int32 numbers of `prompts`."""
+    return (num_seqs + _OTHERS) * len(RAGGED_FIELDS) + 1
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadRows:
@@ -53,10 +61,10 @@ def any_tiles(num_kv_heads: int, keys: HeadRows, values: HeadRows) -> AnyCount:
     """The copy of keys and values to tiles, and what the prompt kernel has to know of sequences.
 
     The arguments are the keys and the values, the bounds of sequences' rows and of their tokens, `[num_seqs + 1]` any
-    numbers, and the results, as in `RaggedTiles`: tiles of keys and of values, and the prompts, of which the last one
-    has the rows of no sequence, and no tokens. `num_rows` are those of the query; `num_tokens` belong to sequences,
-    `num_copied` are there, at least `TILE_TOKENS`; `causal` is 1 if rows see only tokens that are not after their own.
-    The amount is `num_copied`.
+    numbers, and the results, as in `RaggedTiles`: tiles of keys and of values, and the prompts, `prompts_size` numbers,
+    of which the last two have the rows of no sequence, and no tokens. `num_rows` are those of the query; `num_tokens`
+    belong to sequences, `num_copied` are there, at least `TILE_TOKENS`; `causal` is 1 if rows see only tokens that are
+    not after their own. The amount is `num_copied`.
     """
     operands = {"key": keys, "value": values}
 
@@ -95,6 +103,7 @@ def any_tiles(num_kv_heads: int, keys: HeadRows, values: HeadRows) -> AnyCount:
 def _schedule(counts: Mapping[str, Number], arrays: Mapping[str, Ref]) -> None:
     """Stores the prompts, one by each thread at a time."""
     num_seqs, thread = jnp.int32(counts["num_seqs"]), lanes.thread_index()
+    num_prompts = num_seqs + _OTHERS
     zero = lanes.splat(0, jnp.int32)
 
     def bounds(name: str, prompt: jax.Array, most: Number) -> tuple[jax.Array, jax.Array]:
@@ -107,7 +116,10 @@ def _schedule(counts: Mapping[str, Number], arrays: Mapping[str, Ref]) -> None:
     def store(i: Scalar, _: None) -> None:
         prompt = thread + i * THREADS
         start, end = bounds("q_bounds", prompt, counts["num_rows"])
-        q_len = jnp.where(prompt == num_seqs, counts["num_rows"], end) - start
+        first = bounds("q_bounds", zero, counts["num_rows"])[0]
+        start = jnp.where(prompt > num_seqs, 0, start)
+        end = jnp.where(prompt > num_seqs, first, jnp.where(prompt == num_seqs, counts["num_rows"], end))
+        q_len = end - start
         first_token, end_token = bounds("kv_bounds", prompt, counts["num_tokens"])
         base = first_token & -ALIGNMENT
         end = end_token - base
@@ -115,10 +127,10 @@ def _schedule(counts: Mapping[str, Number], arrays: Mapping[str, Ref]) -> None:
         fields = start, q_len, position, base, first_token - base, end
         for index, field in enumerate(fields):
             place = prompt * len(RAGGED_FIELDS) + index
-            lanes.store_global(arrays["prompts"], place, field, prompt <= num_seqs)
+            lanes.store_global(arrays["prompts"], place, field, prompt < num_prompts)
 
-    lax.fori_loop(0, lax.div(num_seqs, jnp.int32(THREADS)) + 1, store, None)
-    claims = thread + (num_seqs + 1) * len(RAGGED_FIELDS)
+    lax.fori_loop(0, lax.div(num_prompts - 1, jnp.int32(THREADS)) + 1, store, None)
+    claims = thread + num_prompts * len(RAGGED_FIELDS)
     lanes.store_global(arrays["prompts"], claims, zero, thread == 0)
 
 
@@ -169,7 +181,7 @@ def any_ragged(kind: RaggedKind, target: Target) -> AnyCount:
             head_size=spec.head_size,
             head_size_v=spec.head_size_v,
             num_rows=numbers["num_rows"],
-            num_prompts=numbers["num_seqs"] + 1,
+            num_prompts=numbers["num_seqs"] + _OTHERS,
             sm_scale=kind.sm_scale,
             head_rows=numbers["head_rows"],
             prompts=arrays["prompts"],
