@@ -24,7 +24,7 @@ class AnyLatentBatch(AnyBatch):
 
     Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
     read the values' pages and v_scale, which are the keys'. The query is contiguous, of the dtypes of the kernel's
-    arguments: one for both of its parts, or one for each (`joined_query`) where there are rope keys.
+    arguments: for rope keys there is a second one, in an array of its own or (`joined_query`) in that of the first.
     """
 
     joined_query: bool = False

@@ -73,8 +73,9 @@ class LatentDecode:
     Attributes:
       problem: the call's.
       config: the launch configuration.
-      refs: the references. `query` is `[num_seqs * rows, head_size]`, `pages` `[num_pages, page_elements]`, `out` and
-        `partial` are `[rows, 2, kv_lora_rank / 2]`, `partial_lse` is `[rows, 2]`; all others are one-dimensional.
+      refs: the references. `query` is `[num_seqs * rows, columns]`, and `query_pe` likewise, if there are rope keys;
+        `pages` is `[num_pages, page_elements]`, `out` and `partial` are `[rows, 2, kv_lora_rank / 2]`, `partial_lse` is
+        `[rows, Problem.sums]`; all others are one-dimensional.
       tiles: shared memory.
       packed: the bytes of quantized tiles, or None.
     """
@@ -168,7 +169,10 @@ class LatentDecode:
         return jnp.int32(0) if self.packed is not None else tile & (SLOTS - 1)
 
     def wait_for_tile(self) -> None:
-        """Waits until the next tile has arrived, and the other warpgroup is done with the one before."""
+        """Waits until the next tile has arrived, and the warpgroup of logits is done with the one before.
+
+        The other may still multiply that one, until it takes part in `Tiles.any`.
+        """
         if self.packed is None:
             self.tiles.wait_for_copies()
             return
@@ -280,7 +284,9 @@ class LatentDecode:
         self.tiles.wait_for_announcement()
         slot = self.slot(tile)
         operands = self.tiles.weights(slot), self.tiles.values(slot, COPIES)
-        if self.packed is None:  # the next tile is in another slot
+        # The next tile is in another slot. Copies to this one start after the product: as in CUTLASS's pipelines,
+        # where a thread that has waited for its `wgmma` releases memory, the wait is for all warps' reads.
+        if self.packed is None:
             return warpgroups.product(*operands, self.wait_for_tile, acc)
         acc = warpgroups.product(*operands, lambda: None, acc)
         self.wait_for_tile()

@@ -24,7 +24,7 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_weights(ref: Ref, weights: jax.Array) -> None:
-    """Stores `[64, 64]` of 16 bits as an operand of `wgmma`, which sees them after `Tiles.wait_for_warpgroups`."""
+    """Stores `[64, 64]` of 16 bits as an operand of `wgmma`, which sees them after `Tiles.announce`."""
     if compat.interpreting():
         ref[...] = weights
         return

@@ -152,7 +152,7 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
     num_rows = problem.q_len * problem.num_heads
     passes = max(1, -(-num_rows // ROWS))
     num_blocks = 2 * passes if compat.interpreting() else target.multiprocessors
-    # Elements of 16 bits need no decoding, so padded rows cost nothing: 221 us, and 231 by the kernel for few rows.
+    # Elements of 16 bits need no decoding, so that bytes bound padded rows: they take less than by the other kernel.
     is_many = not problem.spec.dtype.is_quantized and why_not_many(problem.spec, target) is None
     is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
     if is_few and (few := few_config(problem, target, num_blocks)):

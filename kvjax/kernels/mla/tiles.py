@@ -46,7 +46,7 @@ WEIGHTS_STORED = 0
 """The barrier of `Tiles.announce`."""
 
 PART = 128
-"""Columns of latents that are multiplied at once: by larger matrices than these a tile of 128 rows takes 2% longer."""
+"""Columns of latents that are multiplied at once: by larger matrices 128 query rows take 2% longer."""
 
 PER_RUN = 8
 """Threads that copy a run of a row."""
