@@ -187,8 +187,8 @@ SPILL_BYTES = {
     **{"bfloat16": 140, "float16": 208},
     **{"fp8_e4m3": 1016, "fp8_ds_mla": 1000, "nvfp4": 1020, "nvfp4_4over6": 1048},
 }
-"""Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.2 spills
-at most 144.
+"""Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.2
+spills at most 144.
 """
 
 
