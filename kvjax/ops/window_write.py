@@ -105,15 +105,9 @@ def _ring_of(ring: KVCache, sequences: tuple[jax.Array, ...], blocks_per_row: in
 
 
 def _ring_xla(
-    ring: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    layer: Any,
-    *sequences: jax.Array,
-    blocks_per_row: int,
-    longest: int,
+    ring: KVCache, key: jax.Array, value: jax.Array, layer: Any, *sequences: jax.Array, **static: int
 ) -> jax.Array:
-    index, slots = _kept_tokens(_ring_of(ring, sequences, blocks_per_row, longest), len(key))
+    index, slots = _kept_tokens(_ring_of(ring, sequences, **static), len(key))
     if index is not None:
         key, value = (x.at[index].get(mode="clip") for x in (key, value))
     return write_xla(ring, key, value, slots, layer, *as_scales(ring, None, None, None), unique_slots=True)
@@ -139,17 +133,11 @@ def _kept_tokens(ring: kernel.WindowRing, num_tokens: int) -> tuple[jax.Array | 
 
 
 def _ring_mosaic(
-    ring: KVCache,
-    key: jax.Array,
-    value: jax.Array,
-    layer: Any,
-    *sequences: jax.Array,
-    blocks_per_row: int,
-    longest: int,
+    ring: KVCache, key: jax.Array, value: jax.Array, layer: Any, *sequences: jax.Array, **static: int
 ) -> jax.Array:
     if not key.size:
         return ring.kv
-    given = _ring_of(ring, sequences, blocks_per_row, longest)
+    given = _ring_of(ring, sequences, **static)
     arrays = given.arrays(key, value) | {"layer": layer}
     results = kernel.any_ring(given.kind(key, value)).of_arrays((len(key), *given.counts), given.counts[0], arrays)
     return results[kernel.RING_PAGES[0]]
