@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -41,7 +42,9 @@ class KVCacheDType(enum.Enum):
     INT8_K_NVFP4_4OVER6_V = "int8_k_nvfp4_4over6_v"
     FP8_DS_MLA = "fp8_ds_mla"
 
-    @property
+    __hash__ = object.__hash__  # members are compared by identity; Enum's is Python, and every call hashes specs
+
+    @functools.cached_property
     def info(self) -> DTypeInfo:
         """This dtype's row of the table.
 
@@ -64,7 +67,7 @@ class KVCacheDType(enum.Enum):
         """
         return _BYTE_FORMATS.get(self, self)
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[KVCacheDType, KVCacheDType]:
         """The dtypes that keys and values are stored in, each with a row of the table of its own."""
         return _MIXED.get(self, (self, self))

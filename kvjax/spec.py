@@ -6,6 +6,7 @@ All of it is exact integer arithmetic on a spec's fields, without arrays or devi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -216,7 +217,7 @@ class AttentionSpec:
         in_bytes = self.dtype.is_quantized or self.page_size_padded is not None
         return np.dtype(np.uint8) if in_bytes else self.storage_dtype
 
-    @property
+    @functools.cached_property
     def regions(self) -> PageRegions:
         """Where a page's keys, values and stored scales are, in bytes."""
         counts = [len(part.info.region_dtypes) for part in self.parts]

@@ -227,12 +227,18 @@ class CachePlan:
         )
         return stride - max(ends)
 
+    @functools.cached_property
+    def have_row_scales(self) -> tuple[bool, bool]:
+        """Whether keys, and whether values, have a scale for each token and head."""
+        keys, values = (part.info.has_row_scales for part in self.spec.dtype.parts)
+        return keys, values
+
     def scale_tensors(self, tensors: WriteTensors | ReadTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors that hold the scales of keys and of values.
 
         Each is the cache if its rows hold a scale for each token and head, else `k_scale` or `v_scale`.
         """
-        keys, values = (part.info.has_row_scales and self.scales is None for part in self.spec.dtype.parts)
+        keys, values = (of_rows and self.scales is None for of_rows in self.have_row_scales)
         return tensors.key_cache if keys else tensors.k_scale, tensors.value_cache if values else tensors.v_scale
 
 

@@ -81,20 +81,15 @@ def _scale(scale: torch.Tensor) -> torch.Tensor:
 
 def scale_arrays(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The scale arrays of a kernel call; those of each token and head are never copied."""
-    pairs = zip(scales, _have_row_scales(cache), strict=True)
+    pairs = zip(scales, cache.have_row_scales, strict=True)
     return tuple(scale if of_rows else _scale(scale) for scale, of_rows in pairs)
 
 
 def scale_alignments(cache: CachePlan, scales: tuple[torch.Tensor, torch.Tensor]) -> ScaleAlignments:
     """The alignments of the scales of each token and head that kernels are compiled for."""
-    pairs = zip(scales, _have_row_scales(cache), strict=True)
+    pairs = zip(scales, cache.have_row_scales, strict=True)
     k_scale, v_scale = (page_alignment(scale) if of_rows else None for scale, of_rows in pairs)
     return k_scale, v_scale
-
-
-def _have_row_scales(cache: CachePlan) -> list[bool]:
-    """Whether keys, and whether values, have a scale for each token and head."""
-    return [part.info.has_row_scales for part in cache.spec.dtype.parts]
 
 
 def page_alignment(cache: torch.Tensor) -> int:
@@ -115,7 +110,7 @@ def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.
     every = tuple(
         _memory(cache.spec, name, _part(rows, 0) if of_rows else rows, alignment)
         for name, rows, of_rows, alignment in zip(
-            ("key_cache", "value_cache"), (cache.keys, cache.values), _have_row_scales(cache), alignments, strict=True
+            ("key_cache", "value_cache"), (cache.keys, cache.values), cache.have_row_scales, alignments, strict=True
         )
     )
     return every[: cache.num_parts]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -99,25 +99,24 @@ def attend(
     return out, lse
 
 
-_attends: set[Any] = set()
-"""The plans, places of pages and devices whose kernels are compiled."""
-
-
 def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensors) -> None:
     """Compiles the kernels of the parts of a call for batches of every size."""
-    device = tensors.key_cache.device
+    places, device = arrays.page_places(parts[0].plan.cache, tensors), tensors.key_cache.device
     for plan, _, _ in parts:
-        if (kind := (plan, arrays.page_places(plan.cache, tensors), device)) in _attends:
-            continue
-        running.compile_all(kernels_of_part(plan, tensors), device)
-        if len(_attends) >= running.REMEMBERED:
-            _attends.clear()
-        _attends.add(kind)
+        _compile_part(plan, places, device)
+
+
+@functools.lru_cache(maxsize=running.REMEMBERED)
+def _compile_part(plan: AttentionPlan, places: arrays.PagePlaces, device: torch.device) -> None:
+    running.compile_all(_kernels_of_part(plan, places, device), device)
 
 
 def kernels_of_part(plan: AttentionPlan, tensors: ReadTensors) -> list[kernels.AnyCount]:
     """The kernels of a call of one part, for batches of every size."""
-    places, device = arrays.page_places(plan.cache, tensors), tensors.key_cache.device
+    return _kernels_of_part(plan, arrays.page_places(plan.cache, tensors), tensors.key_cache.device)
+
+
+def _kernels_of_part(plan: AttentionPlan, places: arrays.PagePlaces, device: torch.device) -> list[kernels.AnyCount]:
     with choosing.one_at_a_time:
         every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
     return [kernel for decode, merge, _ in every for kernel in (decode, merge)]

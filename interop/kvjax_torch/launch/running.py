@@ -41,19 +41,11 @@ class Call:
         return self.tensors[-1].device
 
 
-_compiled_together: set[Any] = set()
-"""The kernels, with devices, that `compile_once` compiled."""
-
-
+@functools.lru_cache(maxsize=REMEMBERED)
 def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
     """Compiles kernels, several at once, the first time that they are asked for together."""
-    if (kind := (every, device)) in _compiled_together:
-        return
     check_capability(device.index)
     compile_all(every, device)
-    if len(_compiled_together) >= REMEMBERED:
-        _compiled_together.clear()
-    _compiled_together.add(kind)
 
 
 def run(call: Call) -> Launcher | None:

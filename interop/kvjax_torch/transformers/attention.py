@@ -81,7 +81,8 @@ def kvjax_mask(
     if attention_mask is None:
         return None
     is_token = attention_mask.cpu()
-    return None if is_token.all() else is_token
+    # numpy's threads need no waking, unlike torch's: a tenth of the time for a batch's mask.
+    return None if is_token.numpy().all() else is_token
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]  # of torch

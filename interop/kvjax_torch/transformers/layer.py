@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -140,6 +141,7 @@ class KvjaxLayer(CacheLayerMixin):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(vars(self), memo))
+        vars(copied).pop("_halves", None)
         return copied
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -289,7 +291,7 @@ class KvjaxLayer(CacheLayerMixin):
 
     def _stored(self) -> dict[str, Any]:
         """The arguments of kvjax_torch's operations that say where the pages are and how they are encoded."""
-        key_cache, value_cache = self._halves()
+        key_cache, value_cache = self._halves
         return {
             "key_cache": key_cache,
             "value_cache": value_cache,
@@ -299,6 +301,7 @@ class KvjaxLayer(CacheLayerMixin):
             "v_scale_layout": self.spec.v_scale_layout.value,
         }
 
+    @functools.cached_property
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
         spec, pages, itemsize = self.spec, self.kv.flatten(1), self.kv.element_size()
