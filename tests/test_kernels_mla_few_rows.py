@@ -236,8 +236,8 @@ def test_few_rows_are_served_on_every_gpu_and_many_on_hopper():
 @pytest.mark.parametrize(
     ("dtype", "heads", "kind", "warps"),
     [
-        *[("fp8_e4m3", 8, DecodeConfig, 2), ("nvfp4", 16, DecodeConfig, 2), ("fp8_ds_mla", 32, DecodeConfig, 4)],
-        *[("fp8_e4m3", 33, MLAConfig, None), ("bfloat16", 16, MLAConfig, None)],
+        *[("fp8_e4m3", 8, DecodeConfig, 2), ("nvfp4", 16, DecodeConfig, 2), ("fp8_ds_mla", 16, DecodeConfig, 2)],
+        *[("nvfp4", 17, MLAConfig, None), ("fp8_ds_mla", 33, MLAConfig, None), ("bfloat16", 16, MLAConfig, None)],
     ],
 )
 def test_one_function_chooses(dtype, heads, kind, warps):

@@ -27,12 +27,11 @@ DTYPES = frozenset(MLA_KV_CACHE_DTYPES) - {KVCacheDType.FLOAT32}
 """Dtypes of caches that the kernels read. XLA attends to caches of any other."""
 
 FEW_ROWS = 32
-"""Query rows of a sequence up to which the kernel for few rows serves: of more, its output fills no fewer registers
-than that of `wgmma`, whose products are faster."""
+"""Query rows of a sequence up to which the kernel for few rows serves: the output of more does not fit its registers."""
 
 ROWS_OF_TWO = 16
 """Rows up to which two warps divide a latent, where their stages fit; four else: a warp's registers hold 256 dims of 16
-rows."""
+rows. Where `wgmma` serves it is faster than four warps."""
 
 MAX_WARPS = 8
 """Maximum warps of a block of the kernel for few rows: two per scheduler leave 255 registers per thread."""
@@ -153,7 +152,8 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
     passes = max(1, -(-num_rows // ROWS))
     num_blocks = 2 * passes if compat.interpreting() else target.multiprocessors
     # Elements of 16 bits need no decoding, so that bytes bound padded rows: they take less than by the other kernel.
-    is_many = not problem.spec.dtype.is_quantized and why_not_many(problem.spec, target) is None
+    padded = not problem.spec.dtype.is_quantized or num_rows > ROWS_OF_TWO
+    is_many = padded and why_not_many(problem.spec, target) is None
     is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
     if is_few and (few := few_config(problem, target, num_blocks)):
         return few
