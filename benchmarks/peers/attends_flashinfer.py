@@ -50,6 +50,13 @@ def stored_dtype(dtype: KVCacheDType) -> Any:
     return {BFLOAT16: torch.bfloat16, FP8: torch.float8_e4m3fn, NVFP4: torch.uint8}[dtype]
 
 
+def query_dtype(dtype: KVCacheDType, backend: str) -> Any:
+    """Returns the query's dtype: FA3 multiplies pages in fp8 by a query in fp8, and rounds weights to it."""
+    import torch
+
+    return torch.float8_e4m3fn if (dtype, backend) == (FP8, "fa3") else torch.bfloat16
+
+
 def scales_of(job: AttentionJob) -> tuple[float, float]:
     """Returns the decode scales of keys and values, or 1 for unquantized caches."""
     return (1.0, 1.0) if job.dtype is BFLOAT16 else workload.SCALES
@@ -79,16 +86,19 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
 
     job, row = inputs.job, inputs.job.row
     wait_for(prefill_key(job, backend))
-    query = borrow(inputs.query)
+    query = borrow(inputs.query).to(query_dtype(job.dtype, backend))
     k_scale, v_scale = scales_of(job)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=query.device)
+    # FA3 in fp8 takes a scale for each head; that of keys is in `sm_scale`, that of values in the check.
+    heads = (row.num_heads, row.num_kv_heads, row.num_kv_heads) if query.itemsize == 1 else ()
+    ones = [torch.ones(count, device=query.device) for count in heads]
     first: list[Any] = []
     options: dict[str, Any] = {"window_left": window_left(row)}
     out = {}
     if row.is_step:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, row.layout.value, backend=backend)
         first, options["causal"] = [torch.from_numpy(row.cu_q_lens)], True
-        out = {"out": torch.empty_like(query)}
+        out = {"out": torch.empty_like(query, dtype=torch.bfloat16)}
     else:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, row.layout.value, use_tensor_cores=True, backend=backend
@@ -102,8 +112,9 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
         row.num_kv_heads,
         row.head_size,
         BLOCK_SIZE,
-        q_data_type=torch.bfloat16,
+        q_data_type=query.dtype,
         kv_data_type=stored_dtype(job.dtype),
+        o_data_type=torch.bfloat16,
         sm_scale=k_scale / row.head_size**0.5,
         logits_soft_cap=row.logits_soft_cap,
         **options,
@@ -111,7 +122,7 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
 
     def attend(pages: Any, block_scales: Any) -> Any:
         # With programmatic dependent launches, a kernel's time would include its wait for the previous kernel.
-        return wrapper.run(query, pages, kv_cache_sf=block_scales, enable_pdl=False, **out)
+        return wrapper.run(query, pages, *ones, kv_cache_sf=block_scales, enable_pdl=False, **out)
 
     caches = [views(borrow(cache.kv), job.spec) for cache in inputs.caches]
     return inputs.run_in_torch(by_turns(attend, caches), most=PEER_ERROR, factor=v_scale)
@@ -184,7 +195,7 @@ def _build_prefill(backend: str, dtype: KVCacheDType, head_size: int, has_window
     import torch
     from flashinfer.prefill import get_batch_prefill_module  # type: ignore[import-not-found]
 
-    types = torch.bfloat16, stored_dtype(dtype), torch.bfloat16, torch.int32
+    types = query_dtype(dtype, backend), stored_dtype(dtype), torch.bfloat16, torch.int32
     no_encoding, no_fp16 = 0, False
     get_batch_prefill_module(backend, *types, head_size, head_size, no_encoding, has_window, has_cap, no_fp16)
 
@@ -229,7 +240,7 @@ FA2: Any = _peer("FlashInfer FA2", functools.partial(wrapper_run, backend="fa2")
 FA3: Any = _peer(
     "FlashInfer FA3",
     functools.partial(wrapper_run, backend="fa3"),
-    lambda job: job.dtype is BFLOAT16 and not job.row.prefix_len,
+    lambda job: not job.row.prefix_len and (job.dtype is BFLOAT16 or (job.dtype is FP8 and job.row.is_step)),
 )
 XQA: Any = _peer("FlashInfer XQA", xqa_run, lambda job: job.dtype is not NVFP4)
 KEYS: dict[Any, Callable[[AttentionJob], ModuleKey]] = {
