@@ -27,7 +27,7 @@ DTYPES = frozenset(MLA_KV_CACHE_DTYPES) - {KVCacheDType.FLOAT32}
 """Dtypes of caches that the kernels read. XLA attends to caches of any other."""
 
 FEW_ROWS = 32
-"""Query rows of a sequence up to which the kernel for few rows serves: the output of more does not fit its registers."""
+"""Query rows of a sequence up to which the kernel for few rows serves: the output of more does not fit registers."""
 
 ROWS_OF_TWO = 16
 """Rows up to which two warps divide a latent, where their stages fit; four else: a warp's registers hold 256 dims of 16

@@ -150,7 +150,7 @@ class PromptArrays(Protocol):
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """The first token that is copied of a tile: one of an earlier tile where there is none."""
+        """The first token that is copied of a tile: of an earlier tile where there are too few."""
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
         """Starts the copy of a tile of keys or values."""

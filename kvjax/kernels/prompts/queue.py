@@ -65,7 +65,7 @@ def _span(
     """The tiles for rows at positions `rows`, the first and the last.
 
     `present` are the first token that is present, from there the first that is absent, and the end of those present.
-    Where no row sees a token it is one tile, which is masked.
+    Where there is none it is tile -1, of which no row sees a token: which tile is copied depends on no end of tokens.
     """
     (first, last), (first_present, first_absent, end) = rows, present
     size = config.tokens
@@ -82,9 +82,11 @@ def _span(
         per = lax.div(stop - start + (config.splits - 1), jnp.int32(config.splits))
         start = jnp.minimum(start + split * per, stop)
         stop = jnp.minimum(start + per, stop)
-    stop = jnp.maximum(stop, start + 1)
-    plain_start = jnp.clip(plain_start, start, stop)
-    return TileSpan(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
+    is_empty = stop <= start
+    start, plain_end = jnp.where(is_empty, -1, start), jnp.where(is_empty, -1, stop)
+    plain_start = jnp.clip(plain_start, start, plain_end)
+    plain_stop = jnp.clip(plain_stop, plain_start, plain_end)
+    return TileSpan(start, jnp.where(is_empty, 0, stop), plain_start, plain_stop)
 
 
 class Item(NamedTuple):

@@ -74,6 +74,9 @@ class _CallerArrays:
     def end(self, prompt: Scalar) -> jax.Array:
         return self._field(prompt, "end")
 
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
+        return tile * size
+
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         columns = pl.ds(head * self.head_size, self.head_size)
         return compat.load(self.query.at[pl.ds(first, ROWS), columns], plgpu.Layout.WGMMA)
@@ -153,10 +156,6 @@ class TiledArrays(_CallerArrays):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return by_bias(self.bias, prompt * self.num_tokens + first, token)
 
-    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """Nothing is stored of tiles from the end of the tokens on, but of the first one."""
-        return _first_stored(self.end(prompt), tile, size)
-
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
         if values and fp8.is_fp8(self.values.dtype):
@@ -217,19 +216,9 @@ class RaggedTiles(_CallerArrays):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return (token >= self.first_present(prompt)) & (token < self.end(prompt))
 
-    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """Of a tile from the end of the tokens on, that of the last one."""
-        return _first_stored(self.end(prompt), tile, size)
-
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         row = kv_head * self.head_rows + self._field(prompt, "base") + first
         tiles.copy(self.values if values else self.keys, row, *stage)
-
-
-def _first_stored(end: Scalar, tile: Scalar, size: int) -> Scalar:
-    """The first token of a tile, or of the last one that has a token before `end`, but at least of the first one."""
-    last = lax.div(end + (size - 1), jnp.int32(size)) - 1
-    return jnp.minimum(tile, jnp.maximum(last, 0)) * size
 
 
 def _scale(scale: Ref | None, kv_head: Scalar) -> Scalar:
