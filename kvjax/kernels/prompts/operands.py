@@ -115,6 +115,10 @@ class PromptArrays(Protocol):
         """Whether token 0 of each prompt is present, if any is, and what is absent has values of zeros."""
 
     @property
+    def no_tile(self) -> int | None:
+        """The tile of rows that see no token, after every token; None for any that is after what they would see."""
+
+    @property
     def claims(self) -> Ref:
         """Reference to an int32 scalar."""
 
@@ -173,6 +177,10 @@ class _JaxArrays[Given: (Operands[Ref], RaggedOperands[Ref])]:
     out_ref: Ref
     lse_ref: Ref
     claims_ref: Ref
+
+    @property
+    def no_tile(self) -> int | None:
+        return None
 
     @property
     def num_heads(self) -> int:

@@ -61,11 +61,12 @@ def _span(
     split: Scalar,
     rows: tuple[Scalar, Scalar],
     present: tuple[Scalar, Scalar, Scalar],
+    no_tile: int | None,
 ) -> TileSpan:
     """The tiles for rows at positions `rows`, the first and the last.
 
     `present` are the first token that is present, from there the first that is absent, and the end of those present.
-    Where there is none it is tile -1, of which no row sees a token: which tile is copied depends on no end of tokens.
+    Where no row sees a token it is one tile, which is masked: `no_tile`, unless that is None.
     """
     (first, last), (first_present, first_absent, end) = rows, present
     size = config.tokens
@@ -82,11 +83,11 @@ def _span(
         per = lax.div(stop - start + (config.splits - 1), jnp.int32(config.splits))
         start = jnp.minimum(start + split * per, stop)
         stop = jnp.minimum(start + per, stop)
-    is_empty = stop <= start
-    start, plain_end = jnp.where(is_empty, -1, start), jnp.where(is_empty, -1, stop)
-    plain_start = jnp.clip(plain_start, start, plain_end)
-    plain_stop = jnp.clip(plain_stop, plain_start, plain_end)
-    return TileSpan(start, jnp.where(is_empty, 0, stop), plain_start, plain_stop)
+    if no_tile is not None:
+        start = jnp.where(start < stop, start, no_tile)
+    stop = jnp.maximum(stop, start + 1)
+    plain_start = jnp.clip(plain_start, start, stop)
+    return TileSpan(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
 
 
 class Item(NamedTuple):
@@ -193,7 +194,7 @@ class Queue:
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
         present = arrays.first_present(prompt), arrays.first_absent(prompt), arrays.end(prompt)
-        span = _span(self.problem, self.config, split, (first, last), present)
+        span = _span(self.problem, self.config, split, (first, last), present, arrays.no_tile)
         own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         kv_head = lax.div(head, jnp.int32(self._group))
         return Item(claimed.prompt, split, own_head, kv_head, own_base, q_start, q_end, position, span)

@@ -268,12 +268,8 @@ class RowWarpgroup:
 
         @pl.when(copied < stop)
         def _() -> None:
-            first = self._first_token(prompt, copied)
+            first = self.arrays.first_token(prompt, copied, self.config.tokens)
             self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), full))
-
-    def _first_token(self, prompt: Scalar, tile: Scalar) -> Scalar:
-        """The first token that is copied of a tile; of tile -1 any."""
-        return self.arrays.first_token(prompt, jnp.maximum(tile, 0), self.config.tokens)
 
     def _end_phase(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
@@ -354,11 +350,11 @@ class RowWarpgroup:
         """Logits, -inf for the tokens that a row does not see."""
         first = self._copied_base - self.item.q_start + self.item.position
         config = self.config
-        first_token = self._first_token(self.item.prompt, tile)
+        first_token = self.arrays.first_token(self.item.prompt, tile, config.tokens)
         shape = logits.shape
         row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + first
         token = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + first_token
-        sees = (token <= row) & (token >= jnp.where(tile < 0, jnp.iinfo(jnp.int32).max, tile * config.tokens))
+        sees = (token <= row) & (token >= tile * config.tokens)
         if self.problem.window is not None:
             sees &= token > row - self.problem.window
         sees &= self.arrays.is_present(self.item.prompt, first_token, token)
@@ -367,7 +363,7 @@ class RowWarpgroup:
     def _clear_absent(self, tile: Scalar) -> None:
         """Clears the values of absent tokens, which may be NaN: a weight of 0 does not remove it."""
         prompt, size = self.item.prompt, self.config.tokens
-        first_token = self._first_token(prompt, tile)
+        first_token = self.arrays.first_token(prompt, tile, size)
         start = self.arrays.first_present(prompt) - first_token
         stop = self.arrays.end(prompt) - first_token
 

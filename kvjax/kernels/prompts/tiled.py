@@ -26,6 +26,9 @@ its row of the block table on. `first_seen` is the first token that a row sees.
 """
 
 
+_NO_TILE = 1 << 23
+
+
 @dataclasses.dataclass(frozen=True)
 class _CallerArrays:
     """Caller-owned memory, whose copies take no descriptors.
@@ -74,8 +77,13 @@ class _CallerArrays:
     def end(self, prompt: Scalar) -> jax.Array:
         return self._field(prompt, "end")
 
+    @property
+    def no_tile(self) -> int | None:
+        """Tile 0 is copied, which is always stored: where the tokens end need not be read for each tile."""
+        return _NO_TILE
+
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        return tile * size
+        return (tile & (_NO_TILE - 1)) * size
 
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         columns = pl.ds(head * self.head_size, self.head_size)
