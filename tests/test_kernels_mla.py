@@ -6,17 +6,14 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from support import gpu_compile
-from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
-from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, run_operation
+from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation
 from support.mla_cases import SM_SCALE, build, queries, spec_of
 
-import kvjax
 from kvjax import UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
 from kvjax.kernels import mla
 from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
@@ -169,18 +166,7 @@ def test_the_operations_take_the_kernel(dtype, sizes, heads):
 )
 def test_compiled(dtype, sizes, q_len, heads, window):
     spec = spec_of(dtype, sizes, 64, sliding_window=window)
-    struct, num_layers = jax.ShapeDtypeStruct, 2
-    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
-    program = compile_for(
-        "h100",
-        functools.partial(run_operation, spec, num_layers),
-        cache.kv,
-        *[struct((64, q_len, heads, size), jnp.bfloat16) for size in spec.part_sizes],
-        struct((64, 128), jnp.int32),
-        struct((64,), jnp.int32),
-        struct((), jnp.int32),
-    )
-    kernel, merge = program.kernels
+    kernel, merge = compile_operation("h100", spec, q_len, heads).kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
     assert kernel.spill_bytes <= SPILL_BYTES[dtype]
     assert "wgmma" in kernel.ptx

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import gpu_compile
-from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
-from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, run_operation
+from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation
 from support.mla_cases import SM_SCALE, build, queries, spec_of
 
 import kvjax
@@ -184,18 +183,7 @@ def test_compiled_for_less_shared_memory(dtype):
 
 
 def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: int | None = None) -> None:
-    struct, num_layers = jax.ShapeDtypeStruct, 2
-    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
-    program = compile_for(
-        target,
-        functools.partial(run_operation, spec, num_layers),
-        cache.kv,
-        *[struct((64, q_len, heads, size), jnp.bfloat16) for size in spec.part_sizes],
-        struct((64, 128), jnp.int32),
-        struct((64,), jnp.int32),
-        struct((), jnp.int32),
-    )
-    kernel, merge = program.kernels
+    kernel, merge = compile_operation(target, spec, q_len, heads).kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
     if target == "h100" and "16" in spec.dtype.value:  # what needs no decoding takes wgmma there
         assert "wgmma" in kernel.ptx

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.any_json import nested
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
@@ -24,13 +25,6 @@ BF16, FP8 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3
 
 UNPRINTABLE = 10**5000
 """Python refuses to print an int of so many digits."""
-
-
-def nested(depth: int) -> list[Any]:
-    inner: list[Any] = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
 
 
 def load(name: str) -> dict[str, Any]:
