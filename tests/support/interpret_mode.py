@@ -33,7 +33,7 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(callback, "io_callback_impl", _call_with_numpy_arrays))
-        stack.enter_context(mock.patch.object(shared_memory, "_to_int", _to_int, create=True))
+        stack.enter_context(mock.patch.object(shared_memory, "_to_int", _to_int))
         stack.enter_context(mock.patch.object(thread_map, "_run_jaxpr", _run_compiled))
         stack.enter_context(mock.patch.object(gpu_callbacks, "_get", _get_by_boxes(gpu_callbacks._get)))
         stack.enter_context(mock.patch.object(gpu_callbacks, "_swap", _swap_by_boxes(gpu_callbacks._swap)))
@@ -48,7 +48,8 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
 
 def _call_with_numpy_arrays(*args: Any, callback: Callable[..., Any], **_: Any) -> Any:
     """Calls what a program calls back, without a copy of each argument to a device."""
-    return jax.tree.map(np.asarray, callback(*args))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.tree.map(np.asarray, callback(*args))
 
 
 def _to_int(x: Any) -> Any:
@@ -63,11 +64,11 @@ _compiled: dict[Any, Any] = {}
 def _run_compiled(jaxpr: Any, consts: Any, *args: Any) -> None:
     """Runs the program of a warpgroup, which jax would compile in each of them, and for each block of a grid."""
     with _compiling:
-        if (program := _compiled.pop(jaxpr, None)) is None:
-            program = jax.jit(thread_map._run, static_argnums=0).lower(jaxpr, consts, *args).compile()
-        _compiled[jaxpr] = program
-        while len(_compiled) > 64:
-            del _compiled[next(iter(_compiled))]  # the one that was used longest ago
+        if jaxpr not in _compiled:
+            if len(_compiled) == 64:
+                _compiled.clear()
+            _compiled[jaxpr] = jax.jit(thread_map._run, static_argnums=0).lower(jaxpr, consts, *args).compile()
+        program = _compiled[jaxpr]
     program(consts, *args)
 
 
