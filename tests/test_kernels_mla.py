@@ -95,7 +95,7 @@ def test_interpreted_parts_of_sequences_are_merged(config):
     ("dtype", "sizes"),
     [("bfloat16", (128, 16)), ("fp8_e4m3", (256, 16)), ("nvfp4", (256, 16)), ("fp8_ds_mla", (512, 64))],
 )
-def test_without_races(dtype, sizes, monkeypatch):
+def test_interpreted_warpgroups_do_not_race(dtype, sizes, monkeypatch):
     """In one thread block, with more tiles than slots, and sequences one after another."""
     monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
     problem = build(spec_of(dtype, sizes, 16), (200, 70))
@@ -164,7 +164,7 @@ def test_the_operations_take_the_kernel(dtype, sizes, heads):
         ("fp8_ds_mla", (512, 64), 8, 16, 1024),
     ],
 )
-def test_compiled(dtype, sizes, q_len, heads, window):
+def test_compiled_it_multiplies_by_wgmma_and_spills_no_more_than_known(dtype, sizes, q_len, heads, window):
     spec = spec_of(dtype, sizes, 64, sliding_window=window)
     kernel, merge = compile_operation("h100", spec, q_len, heads).kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)

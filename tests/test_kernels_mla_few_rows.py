@@ -82,7 +82,7 @@ def test_interpreted_several_tiles_of_a_stage():
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
-def test_without_races(dtype, monkeypatch):
+def test_interpreted_warps_do_not_race(dtype, monkeypatch):
     """In one thread block, with more stages than slots, and sequences one after another."""
     monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
     problem = build(spec_of(dtype, (128, 16), 16), (200, 70))
@@ -171,14 +171,14 @@ def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_
         ("nvfp4", (512, 64), 2, 16, 1024),
     ],
 )
-def test_compiled(target, dtype, sizes, q_len, heads, window):
+def test_compiled_it_decodes_each_latent_once_and_spills_no_more_than_known(target, dtype, sizes, q_len, heads, window):
     check_compiled(target, spec_of(dtype, sizes, 64, sliding_window=window), q_len, heads)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_compiled_for_less_shared_memory(dtype):
+def test_compiled_for_less_shared_memory_four_warps_divide_the_latents(dtype):
     check_compiled("rtx6000pro", spec_of(dtype, (512, 64), 64), 1, 16, shares=4)
 
 

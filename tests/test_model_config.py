@@ -95,7 +95,7 @@ def check(model: ModelKVConfig, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_public_models(name: str):
+def test_public_models_are_read_as_published(name: str):
     config = load(name)
     before = copy.deepcopy(config)
     check(ModelKVConfig.from_hf_config(config), MODELS[name])
@@ -211,7 +211,7 @@ def test_which_layers_slide(changes: dict[str, Any], expected: list[int | None])
     ],
     ids=repr,
 )
-def test_model_dtype(changes: dict[str, Any], dtype: KVCacheDType):
+def test_a_model_config_has_the_dtype_that_it_names(changes: dict[str, Any], dtype: KVCacheDType):
     assert read(**changes).dtype is dtype
 
 
@@ -224,7 +224,7 @@ SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 
 
 
 @pytest.mark.parametrize("place", ["top", "text_config"])
-def test_nested_text_config(place: str):
+def test_a_nested_text_config_is_read(place: str):
     text = {key: value for key, value in BASE.items() if key != "torch_dtype"} | {"num_hidden_layers": 2}
     config: dict[str, Any] = {
         "model_type": "llava",
@@ -608,7 +608,7 @@ def test_a_model_has_layers():
         ModelKVConfig((), KVCacheDType.BFLOAT16)
 
 
-def test_kinds():
+def test_a_layer_with_a_window_is_of_another_kind():
     assert layer(1, 64).kind is AttentionKind.FULL_ATTENTION
     assert layer(1, 64, window=8).kind is AttentionKind.SLIDING_WINDOW
 

@@ -398,7 +398,7 @@ def test_checked_mode_refuses_lengths(changed: dict[str, Any], message: str):
         kvjax_torch.ragged_attention(**wrong())
 
 
-def test_opcheck(device: str):
+def test_torchs_opcheck_accepts_the_operation(device: str):
     call = {name: x.to(device) for name, x in wrong().items()}
     torch.library.opcheck(torch.ops.kvjax.ragged_attention.default, (*call.values(),), {"causal": False})
     out = torch.zeros(3, 4, 16, device=device)
