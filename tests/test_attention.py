@@ -46,7 +46,7 @@ def attend(implementation: str) -> Attend:
 
 
 @pytest.mark.parametrize("case", [case for case in suite.cases(1) if case.lengths != "long"], ids=str)
-def test_each_case(attend, case):
+def test_attention_is_right_in_each_case(attend, case):
     suite.check(case, attend)
 
 
@@ -173,7 +173,7 @@ def test_any_lengths_and_tables(lengths, dtype, rows, garbage, seed):
 @pytest.mark.full
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_case(data):
+def test_attention_is_right_in_any_case(data):
     drawn = {name: data.draw(st.sampled_from(values), name) for name, values in suite.AXES.items()}
     for name, least, most in (("block_size", 1, 40), ("group", 1, 17), ("q_len", 1, 9), ("num_kv_heads", 1, 4)):
         drawn[name] = data.draw(st.integers(least, most), name)
@@ -236,7 +236,7 @@ INVARIANT = [
 @pytest.mark.parametrize(
     "case", [INVARIANT[0], *(pytest.param(case, marks=pytest.mark.full) for case in INVARIANT[1:])], ids=str
 )
-def test_batch_invariant(attend, case):
+def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(attend, case):
     """The same bits alone, in other places of other batches and of wider tables."""
     suite.check_alone(case, functools.partial(attend, batch_invariant=True), sequences=range(len(case.seq_lens)))
 
@@ -280,7 +280,7 @@ def test_rows_are_causal(attend):
 
 
 @pytest.mark.parametrize("sm_scale", [1.0, 0.03, -2, 300.0], ids=str)
-def test_sm_scale(attend, sm_scale):
+def test_logits_are_scaled_by_sm_scale(attend, sm_scale):
     suite.check(Case("float32", "float32", head_size=80, sm_scale=sm_scale), attend)
 
 

@@ -22,7 +22,7 @@ DTYPES = [dtype.value for dtype in TIMED_DTYPES]
         ("host_tier", ["host tier users", "host tier sequence"], ["kvjax", "computed again"]),
     ],
 )
-def test_programs_run(tmp_path, program, operations, peers):
+def test_programs_measure_what_they_say(tmp_path, program, operations, peers):
     assert_measures(tmp_path, program, [(operation, peers, DTYPES) for operation in operations])
 
 

@@ -26,7 +26,7 @@ EXPECTED = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("program", EXPECTED)
-def test_programs_run(tmp_path, program):
+def test_programs_measure_what_they_say(tmp_path, program):
     assert_measures(tmp_path, program, EXPECTED[program])
 
 

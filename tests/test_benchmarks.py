@@ -420,7 +420,7 @@ def test_verdicts_of_divided_models():
     )
 
 
-def test_bytes_moved():
+def test_bytes_moved_are_those_of_rows_slots_and_pages():
     # Tokens of two heads of 32, keys and values: bfloat16 in, a slot, two codes a byte and a scale for 16 out.
     for slots, written in ((Slots.SCATTERED, 7), (Slots.PADDED, 6)):
         assert WriteJob(SMALL, NVFP4, 7, slots=slots).bytes_moved == written * 2 * 2 * (32 * 2 + 16 + 2) + 7 * 4

@@ -155,7 +155,7 @@ def test_a_block_that_is_not_wanted_is_skipped():
     assert_same_bytes(page_bytes(written), expected)
 
 
-def test_no_blocks():
+def test_exporting_and_importing_no_blocks_changes_nothing():
     written = import_blocks(export_blocks(poisoned(simple_spec(), 4), []), poisoned(simple_spec(), 4, 1), [])
     assert_same_bytes(page_bytes(written), page_bytes(poisoned(simple_spec(), 4, 1)))
 

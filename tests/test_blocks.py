@@ -302,7 +302,7 @@ def test_a_traced_swap_copies_between_two_caches(spec):
 
 
 @pytest.mark.full
-def test_between_devices(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_are_copied_between_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

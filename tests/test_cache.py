@@ -53,7 +53,7 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES, ids=lambda
         ("float32", np.uint8, {"page_size_padded": 20_000}, (5, 20_000)),
     ],
 )
-def test_allocate(dtype, element, changes, shape):
+def test_an_allocated_cache_has_the_shape_and_dtype_of_its_spec(dtype, element, changes, shape):
     spec = simple_spec(KVCacheDType(dtype), num_kv_heads=3, **changes)
     cache = KVCache.allocate(spec, 5)
     assert (cache.kv.shape, cache.kv.dtype, cache.spec) == (shape, element, spec)
@@ -78,7 +78,7 @@ def test_allocate_places_by_sharding():
         (None, True, KVCacheTypeError, "num_blocks: got True of type bool, expected an int"),
     ],
 )
-def test_allocate_refuses(spec, num_blocks, error, message):
+def test_what_cannot_be_allocated_is_refused(spec, num_blocks, error, message):
     with pytest.raises(error) as raised:
         KVCache.allocate(spec or simple_spec(), num_blocks)
     assert str(raised.value) == message

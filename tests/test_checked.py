@@ -349,7 +349,7 @@ def test_an_int64_is_looked_at_whole():
             copy(cache, pairs=with_entry(PAIRS.astype(np.int64), 0, [2**32 + 1, 0]))
 
 
-def test_nothing_to_check():
+def test_nothing_to_check_is_no_error():
     cache = poisoned(FP8, NUM_BLOCKS)
     none = np.zeros((0, 2, 64), np.float32)
     with kvjax.checked():

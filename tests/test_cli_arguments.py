@@ -22,7 +22,7 @@ from kvjax.cli.arguments import argument_of, at_least, memory
         (f"{2**63 - 1}", 2**63 - 1),
     ],
 )
-def test_memory(word: str, size: int):
+def test_an_amount_of_memory_is_parsed(word: str, size: int):
     assert memory(word) == size
 
 
@@ -42,7 +42,7 @@ def test_more_memory_than_there_is_anywhere_is_refused(word: str, size: int):
         memory(word)
 
 
-def test_at_least():
+def test_an_argument_below_the_least_is_refused():
     assert [at_least(1)(word) for word in ("1", "16")] == [1, 16]
 
 

@@ -228,7 +228,7 @@ DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim"
     ("dtype", "bytes_per_token", "devices"),
     [("auto", 1152, 1), ("fp8", 576, 8), ("fp8_ds_mla", 656, 1), ("nvfp4", 416, 16)],
 )
-def test_latents(plan: Plan, tmp_path: Path, dtype: str, bytes_per_token: int, devices: int):
+def test_every_device_holds_all_latents(plan: Plan, tmp_path: Path, dtype: str, bytes_per_token: int, devices: int):
     """Every device has those of all query heads."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     options = "--kv-cache-dtype", dtype, "--block-size", "64", "--tensor-parallel", str(devices)

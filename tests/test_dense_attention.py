@@ -80,7 +80,7 @@ def test_rows_before_the_first_sequence_see_nothing():
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=3, max_size=3), st.booleans())
-def test_any_lengths(lengths: list[tuple[int, int]], causal: bool):
+def test_any_lengths_are_attended_to_right(lengths: list[tuple[int, int]], causal: bool):
     """Of a call that is compiled once."""
     q_lens, kv_lens = zip(*lengths, strict=True)
     args = arrays(Lengths(q_lens, kv_lens), padding=(210 - sum(q_lens), 420 - sum(kv_lens)))
@@ -252,7 +252,7 @@ def test_checked_mode_refuses_lengths(changed: dict[str, Any], message: str):
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize("sizes", [(192, 128), (128, 128), (64, 64)], ids=str)
-def test_compiled(sizes: tuple[int, int]):
+def test_compiled_it_copies_no_keys_or_values_and_spills_nothing(sizes: tuple[int, int]):
     """Keys and values are not copied, and no register spills."""
     struct, (size, size_v) = jax.ShapeDtypeStruct, sizes
     program = compile_for(

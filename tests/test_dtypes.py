@@ -232,7 +232,7 @@ class TorchDType(enum.Enum):
     ],
     ids=repr,
 )
-def test_model_dtypes(dtype: object, parsed: KVCacheDType):
+def test_a_model_dtype_is_parsed(dtype: object, parsed: KVCacheDType):
     assert parse_model_dtype(dtype) is parsed
 
 

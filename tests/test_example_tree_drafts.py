@@ -34,9 +34,14 @@ def made(kind: type[Speculator], spec: kvjax.AttentionSpec = SPEC, **options: An
 
 
 @functools.cache
+def without_drafts(spec: kvjax.AttentionSpec = SPEC) -> tuple[list[list[int]], Speculator, Any]:
+    """The tokens, and the cache and the pool after them: what examples/speculative.py is tested against."""
+    speculator, pool = made(Speculator, spec, num_drafts=0)
+    return speculator.generate(PROMPTS, NUM_NEW), speculator, pool
+
+
 def greedy(spec: kvjax.AttentionSpec = SPEC) -> list[list[int]]:
-    """Without drafts: what examples/speculative.py is tested against."""
-    return made(Speculator, spec, num_drafts=0)[0].generate(PROMPTS, NUM_NEW)
+    return without_drafts(spec)[0]
 
 
 def of_text(known: Sequence[int], most: int, spec: kvjax.AttentionSpec = SPEC) -> Sequence[int]:
@@ -70,9 +75,8 @@ def test_tokens_and_pages_are_those_without_drafts(name):
     speculator, pool = made(TreeSpeculator, num_drafts=6, draft=BRANCHES[name])
     assert speculator.generate(PROMPTS, NUM_NEW) == greedy()
     assert pool.num_free == NUM_BLOCKS
-    plain, of_plain = made(Speculator, num_drafts=0)
-    plain.generate(PROMPTS, NUM_NEW)
-    for text in greedy():
+    texts, plain, of_plain = without_drafts()
+    for text in texts:
         kept = []
         for each, own_pool in ((speculator, pool), (plain, of_plain)):
             sequence = own_pool.sequence(text)

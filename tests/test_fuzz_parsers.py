@@ -28,7 +28,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
-from support.any_json import JSON
+from support.any_json import JSON, nested
 
 import kvjax
 from kvjax import KVCacheTypeError, KVCacheValueError, KVCacheWarning, ModelKVConfig
@@ -43,14 +43,6 @@ REAL = [json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))]
 LONGEST_MESSAGE = 2000
 
 fuzz = settings(derandomize=True, max_examples=120, suppress_health_check=list(HealthCheck))
-
-
-@functools.cache
-def nested(depth: int) -> list[Any]:
-    inner: list[Any] = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
 
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:

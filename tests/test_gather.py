@@ -158,7 +158,7 @@ def test_the_accepted_extremes_of_a_scale(implementation, dtype, scale):
         assert np.abs(expected).max() > 8 * scale or not part.takes_scale  # scales of rows are at least 1e-6
 
 
-def test_index_dtypes(implementation):
+def test_indices_of_each_int_dtype_gather_the_same(implementation):
     cache = poisoned(simple_spec(KVCacheDType.FLOAT32), 4)
     table, lens = np.array([[3, 1]]), np.array([12])
     expected = gather_kv(cache, table.astype(np.int32), lens.astype(np.int32), implementation=implementation)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,13 +42,24 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=lambda dtype: d
 NUM_BLOCKS = 3
 
 
-def call_write(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array, unique_slots: bool) -> list[jax.Array]:
+def call(make: Callable[..., kernels.AnyCount], given: Sequence[Any], *arrays: jax.Array) -> list[jax.Array]:
+    return make(*given).function(*arrays)
+
+
+def check_compiled(target: str, num_unused: int, make: Callable[..., kernels.AnyCount], *given: Any) -> None:
+    """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
+    args = make(*given).args
+    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
+    [kernel] = compile_for(target, functools.partial(call, make, given), *args, change_kernel=given_integers).kernels
+    assert kernel.spill_bytes == 0
+    assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
+
+
+def plain_kernel(dtype: KVCacheDType, operation: str, num_kv_heads: int) -> kernels.AnyCount:
     spec = simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)
-    return write_kernel(spec, unique_slots=unique_slots).function(*arrays)
-
-
-def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> list[jax.Array]:
-    return gather_kernel(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).function(*arrays)
+    if operation == "gather":
+        return gather_kernel(spec)
+    return write_kernel(spec, unique_slots=operation == "write of unique slots")
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -62,19 +74,7 @@ def call_gather(dtype: KVCacheDType, num_kv_heads: int, *arrays: jax.Array) -> l
     valid=lambda case: case["dtype"] is KVCacheDType.NVFP4 or (case["target"] == "h100") == (case["num_kv_heads"] == 1),
 )
 def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
-    """As torch launches it: where it begins, an array may lie at any address, of which JAX would make assumptions."""
-    make, call = {
-        "write": (write_kernel, functools.partial(call_write, unique_slots=False)),
-        "write of unique slots": (write_kernel, functools.partial(call_write, unique_slots=True)),
-        "gather": (gather_kernel, call_gather),
-    }[operation]
-    args = make(simple_spec(dtype, num_kv_heads=num_kv_heads, head_size=128)).args
-    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
-    function = functools.partial(call, dtype, num_kv_heads)
-    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
-    assert kernel.spill_bytes == 0
-    num_unused = 0 if dtype.is_quantized else 2  # scales
-    assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
+    check_compiled(target, 0 if dtype.is_quantized else 2, plain_kernel, dtype, operation, num_kv_heads)
 
 
 def kernel_with_ring(dtype: KVCacheDType | None, kept: int) -> kernels.AnyCount:
@@ -85,24 +85,13 @@ def kernel_with_ring(dtype: KVCacheDType | None, kept: int) -> kernels.AnyCount:
     return write_kernel(spec, unique_slots=True, ring=ring_kind(kept))
 
 
-def call_with_ring(dtype: KVCacheDType | None, kept: int, *arrays: jax.Array) -> list[jax.Array]:
-    return kernel_with_ring(dtype, kept).function(*arrays)
-
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @matrix(
     {"dtype": [None, *KERNEL_DTYPES], "kept": [1, 3, 64], "target": HOPPER_AND_BLACKWELL},
     few={"dtype": [None, KVCacheDType.NVFP4], "kept": [1, 64]},
 )
 def test_the_update_of_a_ring_takes_no_kernel_of_its_own_and_spills_nothing(dtype, kept, target):
-    """As torch launches it."""
-    args = kernel_with_ring(dtype, kept).args
-    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
-    function = functools.partial(call_with_ring, dtype, kept)
-    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
-    assert kernel.spill_bytes == 0
-    num_unused = 0 if dtype is None or dtype.is_quantized else 2  # scales
-    assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
+    check_compiled(target, 0 if dtype is None or dtype.is_quantized else 2, kernel_with_ring, dtype, kept)
 
 
 def interleaved_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
@@ -116,10 +105,6 @@ def interleaved_kernel(dtype: KVCacheDType, operation: str) -> kernels.AnyCount:
     return kernels.write_kernel(kind)
 
 
-def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) -> list[jax.Array]:
-    return interleaved_kernel(dtype, operation).function(*arrays)
-
-
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @matrix(
     {
@@ -131,12 +116,7 @@ def call_interleaved(dtype: KVCacheDType, operation: str, *arrays: jax.Array) ->
 )
 def test_scales_between_rows_are_arguments_of_their_own(dtype, operation, target):
     """Of vLLM's pages, whose scales leave everything at multiples of four bytes."""
-    args = interleaved_kernel(dtype, operation).args
-    given_integers = functools.partial(binaries.given_integers, num_args=len(args))
-    function = functools.partial(call_interleaved, dtype, operation)
-    [kernel] = compile_for(target, function, *args, change_kernel=given_integers).kernels
-    assert kernel.spill_bytes == 0
-    assert kernel.parameters == [f".align 8 .b8[{8 * len(args)}]"]
+    check_compiled(target, 0, interleaved_kernel, dtype, operation)
 
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_E4M3], ids=str)

@@ -35,7 +35,7 @@ KERNELS = {KVCacheDType.NVFP4: nvfp4.encode_nvfp4, KVCacheDType.NVFP4_4OVER6: nv
 
 
 @matrix({"dtype": KERNELS, "source": INPUT_DTYPES, "scale": SCALES})
-def test_blocks(dtype, source, scale):
+def test_encoded_blocks_are_those_of_xla(dtype, source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = jnp.asarray(adversarial_blocks(scale).astype(INPUT_DTYPES[source]))
     data, block_scales = quant.encode_nvfp4(x, scale, dtype)

@@ -167,7 +167,7 @@ def test_a_gather_is_one_kernel_without_spills(case):
 
 
 @matrix({"dtype": KERNEL_DTYPES}, few={"dtype": FEW_DTYPES})
-def test_the_smallest_token(dtype):
+def test_the_smallest_token_is_written_by_one_kernel(dtype):
     program = compile_write("h100", TYPICAL | {"dtype": dtype.value, "heads": (1, 16), "num_tokens": 1})
     assert_one_sound_kernel(program, "h100")
 

@@ -66,7 +66,7 @@ def test_every_pair_of_codes_with_every_block_scale_in_ptx(out, scale):
 
 @pytest.mark.parametrize("out", INPUT_DTYPES)
 @pytest.mark.parametrize("dtype", [KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2], ids=str)
-def test_every_fp8_byte(dtype, out):
+def test_every_fp8_byte_is_decoded(dtype, out):
     out = np.dtype(INPUT_DTYPES[out])
     with interpret_mode():  # where conversions are those of `quant`
         got = decoding.decode_fp8(jnp.asarray(BYTES), jnp.float32(0.0371), dtype, out)
@@ -148,7 +148,7 @@ def test_pages_of_a_shared_pool(dtype, padding):
 
 
 @pytest.mark.parametrize(("num_seqs", "max_blocks"), [(0, 3), (3, 0)])
-def test_nothing_to_read(num_seqs, max_blocks):
+def test_nothing_to_read_is_no_error(num_seqs, max_blocks):
     cache = poisoned(simple_spec(), 3)
     table, lengths = np.zeros((num_seqs, max_blocks), np.int32), np.zeros(num_seqs, np.int32)
     with interpret_mode():

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import gpu_compile
-from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
-from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, run_operation
+from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation
 from support.mla_cases import SM_SCALE, build, queries, spec_of
 
 import kvjax
@@ -83,7 +82,7 @@ def test_interpreted_several_tiles_of_a_stage():
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
-def test_without_races(dtype, monkeypatch):
+def test_interpreted_warps_do_not_race(dtype, monkeypatch):
     """In one thread block, with more stages than slots, and sequences one after another."""
     monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
     problem = build(spec_of(dtype, (128, 16), 16), (200, 70))
@@ -172,30 +171,19 @@ def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_
         ("nvfp4", (512, 64), 2, 16, 1024),
     ],
 )
-def test_compiled(target, dtype, sizes, q_len, heads, window):
+def test_compiled_it_decodes_each_latent_once_and_spills_no_more_than_known(target, dtype, sizes, q_len, heads, window):
     check_compiled(target, spec_of(dtype, sizes, 64, sliding_window=window), q_len, heads)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_compiled_for_less_shared_memory(dtype):
+def test_compiled_for_less_shared_memory_four_warps_divide_the_latents(dtype):
     check_compiled("rtx6000pro", spec_of(dtype, (512, 64), 64), 1, 16, shares=4)
 
 
 def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: int | None = None) -> None:
-    struct, num_layers = jax.ShapeDtypeStruct, 2
-    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
-    program = compile_for(
-        target,
-        functools.partial(run_operation, spec, num_layers),
-        cache.kv,
-        *[struct((64, q_len, heads, size), jnp.bfloat16) for size in spec.part_sizes],
-        struct((64, 128), jnp.int32),
-        struct((64,), jnp.int32),
-        struct((), jnp.int32),
-    )
-    kernel, merge = program.kernels
+    kernel, merge = compile_operation(target, spec, q_len, heads).kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
     if target == "h100" and "16" in spec.dtype.value:  # what needs no decoding takes wgmma there
         assert "wgmma" in kernel.ptx

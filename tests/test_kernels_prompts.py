@@ -23,7 +23,7 @@ from kvjax.kernels.target import Target, tracing_for
 
 @pytest.mark.full
 @pytest.mark.parametrize("heads", [pytest.param((2, 1), id="two heads"), pytest.param((1, 1), id="rows of one head")])
-def test_without_races(heads):
+def test_interpreted_warpgroups_do_not_race(heads):
     """In one thread block, with five tiles of tokens for two stages, so that each stage is refilled."""
     check(operands((60,), (250,), heads=heads, sinks=True), PromptProblem(60, None, None), detect_races=True)
 
@@ -226,7 +226,7 @@ def attend_in_place(problem: PromptProblem, config: PromptConfig, out: Any, lse:
         ),
     ],
 )
-def test_compiled(head_size, group, problem, splits):
+def test_compiled_it_is_one_kernel_in_place_without_spills(head_size, group, problem, splits):
     spec = FullAttentionSpec(16, 8, head_size, dtype=KVCacheDType.NVFP4)
     config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192, 99)
     struct = jax.ShapeDtypeStruct

@@ -45,6 +45,7 @@ COMMANDS = {"kvjax.cli.calibrate": "kvjax_torch.transformers.calibrate"}
 class Module(NamedTuple):
     package: tuple[str, ...]
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
 
 Modules = Mapping[str, Module]
@@ -56,13 +57,14 @@ def parse_modules(folder: Path) -> Modules:
     for path in sorted(folder.rglob("*.py")):
         package = path.parent.relative_to(folder.parent).parts
         name = ".".join(package if path.stem == "__init__" else (*package, path.stem))
-        modules[name] = Module(package, ast.parse(path.read_text(), filename=str(path)))
+        tree = ast.parse(path.read_text(), filename=str(path))
+        modules[name] = Module(package, tree, tuple(ast.walk(tree)))
     return modules
 
 
 def imported_names(module: Module) -> Iterator[str]:
     """What a module imports, wherever in it, relative imports made absolute; `from a.b import c` is `a.b.c`."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -121,7 +123,7 @@ def non_public_imports(torch_modules: Modules, kvjax_modules: Modules) -> Iterat
     for name, module in torch_modules.items():
         attributes = (
             f"kvjax.{node.attr}"
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvjax"
         )
         for used in (*imported_names(module), *attributes):
@@ -151,7 +153,7 @@ def transformers_imports(modules: Modules) -> Iterator[str]:
 
 def asserts(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Assert):
                 yield f"{name}:{node.lineno} asserts; raise one of kvjax.errors"
 
@@ -210,7 +212,7 @@ def shared_class_names(modules: Modules) -> Iterator[str]:
     """Classes of one name in several modules: a name means one thing."""
     found: dict[str, list[str]] = {}
     for name, module in modules.items():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and node.name not in SHARED_CLASS_NAMES:
                 found.setdefault(node.name, []).append(f"{name}:{node.lineno}")
     for class_name, places in found.items():
@@ -226,7 +228,7 @@ def quant_modes(modules: Modules) -> Iterator[str]:
     for name, module in modules.items():
         if name in NAME_QUANT_MODES or name.startswith("kvjax_vllm"):  # vLLM's layers have a mode of their own
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if getattr(node, "attr", getattr(node, "id", None)) in ("quant_mode", "KVQuantMode"):
                 yield f"{name}:{node.lineno} asks for the quant_mode; ask kvjax.dtypes.DTypeInfo what it means"
 

@@ -97,7 +97,7 @@ def test_attention_of_last_tokens(case: dict[str, Any]):
 
 
 @matrix({"dtype": NAMES}, few={"dtype": ["bfloat16", "fp8_ds_mla"]})
-def test_ragged_attention(dtype: str):
+def test_ragged_attention_is_that_of_each_sequence_alone(dtype: str):
     """Prompts in chunks, sequences that decode and none: each of them as alone."""
     spec = spec_of(dtype)
     problem, q_lens = build(spec, [70, 3, 0, 41]), [65, 1, 0, 9]

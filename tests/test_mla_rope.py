@@ -75,7 +75,6 @@ def test_bytes_are_those_of_rotating_and_writing(name, rope, input_dtype, is_neo
 @matrix(
     AXES | {"programs": [264, 2]},
     few={"name": ["fp8_e4m3", "fp8_ds_mla", "nvfp4"], "rope": [(32, 16)], "input_dtype": ["bfloat16"]},
-    pairs=True,
 )
 def test_the_interpreted_kernel_writes_the_same(name, rope, input_dtype, is_neox, programs, monkeypatch):
     """Without races; by programs of one token and of several."""

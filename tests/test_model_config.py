@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.any_json import nested
 
 from kvjax.dtypes import STORED_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, shown
@@ -24,13 +25,6 @@ BF16, FP8 = KVCacheDType.BFLOAT16, KVCacheDType.FP8_E4M3
 
 UNPRINTABLE = 10**5000
 """Python refuses to print an int of so many digits."""
-
-
-def nested(depth: int) -> list[Any]:
-    inner: list[Any] = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
 
 
 def load(name: str) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def check(model: ModelKVConfig, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_public_models(name: str):
+def test_public_models_are_read_as_published(name: str):
     config = load(name)
     before = copy.deepcopy(config)
     check(ModelKVConfig.from_hf_config(config), MODELS[name])
@@ -217,7 +211,7 @@ def test_which_layers_slide(changes: dict[str, Any], expected: list[int | None])
     ],
     ids=repr,
 )
-def test_model_dtype(changes: dict[str, Any], dtype: KVCacheDType):
+def test_a_model_config_has_the_dtype_that_it_names(changes: dict[str, Any], dtype: KVCacheDType):
     assert read(**changes).dtype is dtype
 
 
@@ -230,7 +224,7 @@ SCHEME = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 
 
 
 @pytest.mark.parametrize("place", ["top", "text_config"])
-def test_nested_text_config(place: str):
+def test_a_nested_text_config_is_read(place: str):
     text = {key: value for key, value in BASE.items() if key != "torch_dtype"} | {"num_hidden_layers": 2}
     config: dict[str, Any] = {
         "model_type": "llava",
@@ -614,7 +608,7 @@ def test_a_model_has_layers():
         ModelKVConfig((), KVCacheDType.BFLOAT16)
 
 
-def test_kinds():
+def test_a_layer_with_a_window_is_of_another_kind():
     assert layer(1, 64).kind is AttentionKind.FULL_ATTENTION
     assert layer(1, 64, window=8).kind is AttentionKind.SLIDING_WINDOW
 

@@ -205,7 +205,7 @@ def test_per_token_head_decode_of_every_code(dtype, scale):
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16", "float32"])
-def test_e2m1_codes(source):
+def test_e2m1_codes_are_those_of_the_reference(source):
     x = around_midpoints(finite_values(reference.E2M1)) if source == "float32" else all_values(INPUT_DTYPES[source])
     with np.errstate(invalid="ignore"):
         x = x.astype(np.float32)
@@ -224,7 +224,7 @@ NVFP4_ENCODINGS = {
 
 
 @matrix({"dtype": NVFP4_ENCODINGS, "source": INPUT_DTYPES, "scale": SCALES})
-def test_nvfp4_encode(dtype, source, scale):
+def test_nvfp4_has_the_bytes_of_the_reference(dtype, source, scale):
     with np.errstate(over="ignore", under="ignore"):
         x = adversarial_blocks(scale).astype(INPUT_DTYPES[source])
     x = np.stack([x, x[::-1]], axis=1).reshape(-1, 1, 32)

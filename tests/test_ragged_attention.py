@@ -112,7 +112,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     ],
     ids=str,
 )
-def test_a_serving_step(attend, case):
+def test_a_serving_step_is_attended_to_right(attend, case):
     check(case, attend)
 
 
@@ -132,7 +132,7 @@ TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4
     ],
     ids=str,
 )
-def test_trees_beside_prompts(attend, case):
+def test_trees_beside_prompts_are_attended_to_right(attend, case):
     check(case, attend)
 
 
@@ -224,7 +224,7 @@ def test_without_the_prompt_kernel_a_window_gathers_only_its_blocks(attend, monk
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("nvfp4", 700)])
-def test_long_chunks(attend, dtype, window):
+def test_long_chunks_are_attended_to_right(attend, dtype, window):
     problem = build(ragged((1024, 1, 9), (4096, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
     suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
 
@@ -233,7 +233,7 @@ def test_long_chunks(attend, dtype, window):
     "q_lens",
     [(3, 1, 0, 8), *(pytest.param(x, marks=pytest.mark.full) for x in ((1, 1, 0, 1), (4, 4, 4, 4), (9, 1, 0, 30)))],
 )
-def test_buckets(attend, q_lens):
+def test_results_do_not_depend_on_buckets(attend, q_lens):
     """Whatever they are, as long as they hold the call."""
     problem = build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=20))
     longest = max(q_lens)
@@ -295,7 +295,7 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
 @pytest.mark.full
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
-def test_many_steps(attend, **step):
+def test_many_steps_are_attended_to_right(attend, **step):
     check_step(attend, **step)
 
 
@@ -308,7 +308,7 @@ def test_memory_is_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", [2, -1, pytest.param(0, marks=pytest.mark.full)])
-def test_layers(attend, layer):
+def test_only_the_named_layer_is_attended_to(attend, layer):
     problem = build(ragged((5, 12, 1), (5, 40, 7), dtype="nvfp4"))
     query, cache, *rest = problem.args
     kv = jnp.stack([jnp.full_like(cache.kv, 0xFF)] * 3, axis=1)
@@ -329,7 +329,7 @@ def test_a_block_that_was_given_back_is_not_seen(attend, hole):
 
 
 @pytest.mark.full
-def test_under_vmap(attend):
+def test_under_vmap_results_are_those_of_separate_calls(attend):
     problem = build(ragged((2, 12), (18, 40), dtype="nvfp4"))
     [first, second], cache, *rest = problem.args
     rows = np.concatenate([first, second])
@@ -343,7 +343,7 @@ def test_under_vmap(attend):
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_inside_shard_map(check_vma):
+def test_inside_shard_map_results_are_those_outside(check_vma):
     problem = build(ragged((2, 12, 0), (18, 40, 9), dtype="nvfp4"))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.sharding.PartitionSpec()
@@ -462,7 +462,7 @@ def test_what_the_kernels_cannot_serve_has_a_reason():
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"window": 9, "cap": 4.0}, marks=pytest.mark.full)], ids=len)
-def test_batch_invariant(options, attend):
+def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(options, attend):
     """A sequence has the same bits alone and in any order of a batch."""
     q_lens = (1, 33, 2, 0, 70) if attend.has_invariant_prompts else (1, 3, 2, 0, 1)
     problem = build(ragged(q_lens, (40, 70, 2, 5, 1100), dtype="nvfp4", **options))

@@ -46,7 +46,7 @@ QUICK = "within_shard_map", "layers", "checked_values", "blocks_out_of_range_are
         pytest.param("Explicit", "full", (), marks=pytest.mark.full),
     ],
 )
-def test_eight_devices(axis_type, formats, checks):
+def test_eight_devices_serve_as_one_does(axis_type, formats, checks):
     """A dtype of each kind, in full every dtype and layout, by heads, by blocks and both: see `sharded_caches.py`."""
     program = run_program("sharded_caches.py", axis_type, "2", "4", formats, *checks, num_devices=8)
     output, _ = program.communicate()
@@ -55,7 +55,7 @@ def test_eight_devices(axis_type, formats, checks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("axis_type", "data", "tensor"), [("Auto", "1", "2"), ("Explicit", "2", "1")])
-def test_two_gpus(axis_type, data, tensor):
+def test_two_gpus_serve_as_one_does(axis_type, data, tensor):
     """The same on two GPUs, by heads or by blocks, of both implementations."""
     if jax.device_count("cuda") < 2:
         pytest.skip("needs two GPUs")
@@ -66,7 +66,7 @@ def test_two_gpus(axis_type, data, tensor):
 
 
 @pytest.mark.full
-def test_two_processes():
+def test_devices_of_two_processes_serve_as_one_does():
     """Devices of two processes (`jax.distributed`), of which each checks its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))

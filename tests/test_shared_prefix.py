@@ -32,7 +32,7 @@ def example():
     ],
     ids=str,
 )
-def test_both_ways_agree(example, capsys, arguments):
+def test_attention_over_a_shared_prefix_agrees_with_attention_over_the_whole(example, capsys, arguments):
     example.main(arguments)
     found = re.search(r"largest difference: (\S+), of values up to (\S+)\n", capsys.readouterr().out)
     assert float(found[1]) <= 0.02 * float(found[2])

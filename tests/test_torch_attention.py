@@ -107,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_each_case(attend, case):
+def test_attention_is_right_in_each_case(attend, case):
     suite.check(case, attend)
 
 
@@ -163,7 +163,7 @@ EACH_QUERY = pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5, "logits_soft_cap": 3.0, "sinks": torch.ones(4)}], ids=len
 )
-def test_opcheck(options, dtype, query_dtype, device):
+def test_torchs_opcheck_accepts_the_operation(options, dtype, query_dtype, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     given = arguments(device, dtype, query_dtype)
     torch.library.opcheck(torch.ops.kvjax.paged_attention.default, tuple(given.values()), options)
@@ -180,7 +180,7 @@ def test_opcheck(options, dtype, query_dtype, device):
     ],
     ids=str,
 )
-def test_batch_invariant(case, attend):
+def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(case, attend):
     invariant = functools.partial(attend, batch_invariant=True)
     suite.check_alone(case, invariant, sequences=range(len(case.seq_lens)))
     problem = suite.build(case)
@@ -240,7 +240,7 @@ def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
 
 @EACH_QUERY
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled(query_dtype, device):
+def test_compiled_code_attends_as_eager_code_does(query_dtype, device):
     torch._dynamo.reset()
 
     def layer(given: dict[str, Any]) -> Any:

@@ -297,7 +297,7 @@ def test_other_gpus_are_served_by_torch(monkeypatch: pytest.MonkeyPatch):
     assert not ran
 
 
-@pytest.mark.parametrize("num_tokens", [9, 70])
+@pytest.mark.parametrize("num_tokens", [pytest.param(9, marks=pytest.mark.full), 70])
 def test_keys_that_lie_too_far_apart_for_int32_are_copied(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """As queries are: parts of wide rows lie further apart than they are long."""
     far = torch.empty_strided((num_tokens, 2, 32), (2**30, 64, 1), dtype=torch.float16, device="meta")
@@ -398,7 +398,7 @@ def test_checked_mode_refuses_lengths(changed: dict[str, Any], message: str):
         kvjax_torch.ragged_attention(**wrong())
 
 
-def test_opcheck(device: str):
+def test_torchs_opcheck_accepts_the_operation(device: str):
     call = {name: x.to(device) for name, x in wrong().items()}
     torch.library.opcheck(torch.ops.kvjax.ragged_attention.default, (*call.values(),), {"causal": False})
     out = torch.zeros(3, 4, 16, device=device)

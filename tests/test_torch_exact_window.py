@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.exact_windows import Case, Server, cuts_of, random_tokens  # noqa: E402
-from support.helpers import assert_same_bytes  # noqa: E402
+from support.helpers import assert_same_bytes, matrix  # noqa: E402
 from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import capture, torch_cache  # noqa: E402
 
@@ -136,12 +136,14 @@ RAGGED = {
 """Lengths, bounds of new tokens, and rows of a window of 3."""
 
 
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("writes_pages", [False, True])
-@pytest.mark.parametrize("step", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("case", [Case(num_kv_heads=1, model_dtype="bfloat16"), DRAFTS], ids=["nvfp4", "drafts"])
-def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case: Case, step: Any, writes_pages, index, monkeypatch):
-    server, calls = TorchServer(case, []), []
+@matrix(
+    {"case": ["nvfp4", "drafts"], "step": [*RAGGED], "writes_pages": [False, True], "index": ["int32", "int64"]},
+    pairs=True,
+    whole=True,
+)
+def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case, step, writes_pages, index, monkeypatch):
+    case = DRAFTS if case == "drafts" else Case(case, num_kv_heads=1, model_dtype="bfloat16")
+    step, index, server, calls = RAGGED[step], getattr(torch, index), TorchServer(case, []), []
     ring, torch_dtype = server.ring, getattr(torch, case.model_dtype)
     sequences = [torch.tensor(x, dtype=index) for x in step]
     num_tokens, longest = step[1][-1], int(np.diff(step[1]).max())

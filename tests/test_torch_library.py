@@ -57,7 +57,7 @@ def read_arguments(dtype: str, device: str) -> tuple:
 
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("operation", ["reshape_and_cache_flash", "gather_kv"])
-def test_opcheck(operation: str, dtype: str, device: str):
+def test_torchs_opcheck_accepts_the_operation(operation: str, dtype: str, device: str):
     arguments = (write_arguments if operation == "reshape_and_cache_flash" else read_arguments)(dtype, device)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if CACHES[dtype][1] is torch.float8_e4m3fn:

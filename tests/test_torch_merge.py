@@ -28,7 +28,7 @@ def parts(dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_it_is_kvjaxs(dtype: torch.dtype, device: str):
+def test_merged_states_are_those_of_jax(dtype: torch.dtype, device: str):
     outs, lses = parts(dtype, device)
     merged = kvjax_torch.merge_attention_states(outs, lses)
     assert_same(kvjax_torch.merge_attention_states(list(outs), tuple(lses)), merged)
@@ -98,12 +98,12 @@ def test_what_cannot_be_merged_is_named(case: str):
     assert message in str(raised.value)
 
 
-def test_opcheck(device: str):
+def test_torchs_opcheck_accepts_the_operation(device: str):
     outs, lses = parts(torch.bfloat16, device)
     torch.library.opcheck(torch.ops.kvjax.merge_attention_states.default, (list(outs), list(lses)))
 
 
-def test_compiled(device: str):
+def test_compiled_code_merges_as_eager_code_does(device: str):
     torch._dynamo.reset()
     compiled = torch.compile(kvjax_torch.merge_attention_states, backend="aot_eager", fullgraph=True)
     given = parts(device=device)

@@ -160,7 +160,7 @@ def test_memory_beside_the_query_in_one_allocation_is_accepted():
 
 
 @pytest.mark.parametrize("operation", ["paged_attention", "ragged_paged_attention"])
-def test_opcheck(operation: str, device: str):
+def test_torchs_opcheck_accepts_the_operation(operation: str, device: str):
     call = call_of(operation, device)
     positional = [call.pop(name) for name in ("query", "key_cache", "value_cache", "block_table", "seq_lens")]
     positional += [call.pop("cu_q_lens")] if "cu_q_lens" in call else []
@@ -171,7 +171,7 @@ def test_opcheck(operation: str, device: str):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled(device: str):
+def test_compiled_code_writes_to_memory_of_the_caller(device: str):
     torch._dynamo.reset()
 
     def layer(call: dict[str, Any], buffer: torch.Tensor) -> Any:

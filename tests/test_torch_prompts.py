@@ -7,17 +7,16 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.any_count import BFLOAT16, page_memory
 from support.gpu_compile import compile_for, why_not
 from support.helpers import assert_same_bytes, matrix, simple_spec
-from support.interpret_mode import interpret_mode
 
 torch = pytest.importorskip("torch")
 
 from support.attention_suite import Case  # noqa: E402
+from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.ragged_suite import ragged  # noqa: E402
 from support.torch_helpers import assert_same, capture  # noqa: E402
 from support.torch_steps import attend_on, on_cuda, place_model, schedule_model, use_stand_ins  # noqa: E402
@@ -33,7 +32,6 @@ from kvjax import (  # noqa: E402
     kernels,
     ragged_paged_attention,
 )
-from kvjax.kernels.launchable import ANY_LENGTH  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of, word_of  # noqa: E402
 from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
@@ -43,25 +41,6 @@ from kvjax_torch.cuda import ragged as on_gpu  # noqa: E402
 from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
-
-
-def run_interpreted(call: running.Call) -> None:
-    """`running.run`, on the memory of CPU tensors from their first element on."""
-    memory, arrays = [], []
-    for argument, tensor in zip(call.kernel.arguments, call.tensors, strict=True):
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        held = whole[tensor.storage_offset() * tensor.element_size() :].numpy()
-        (count, *rest), dtype = argument.array.shape, np.dtype(argument.array.dtype)
-        row = int(np.prod(rest, dtype=int)) * dtype.itemsize
-        held = held if count == ANY_LENGTH else held[: count * row]
-        padded = np.zeros(-(-held.size // row) * row, np.uint8)
-        padded[: held.size] = held
-        memory.append(held)
-        arrays.append(jnp.asarray(padded.view(dtype).reshape(-1, *rest)))
-    with interpret_mode():
-        written = jax.block_until_ready(call.kernel.with_counts(call.counts, call.amount, *arrays))
-    for index, array in zip(call.kernel.written, written, strict=True):
-        memory[index][:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)[: memory[index].size]
 
 
 def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:

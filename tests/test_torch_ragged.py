@@ -64,7 +64,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)], ids=str
 )
-def test_a_serving_step(attend, case):
+def test_a_serving_step_is_attended_to_right(attend, case):
     ragged_suite.check(case, attend)
 
 
@@ -82,7 +82,7 @@ TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4
     ],
     ids=str,
 )
-def test_trees_beside_prompts(attend, case):
+def test_trees_beside_prompts_are_attended_to_right(attend, case):
     ragged_suite.check(case, attend)
 
 
@@ -141,7 +141,7 @@ def numbers(q_lens: tuple[int, ...], decode_q_len: int) -> dict[str, int]:
     [(3, 1, 0, 8), (1, 1, 0, 1), *(pytest.param(x, marks=pytest.mark.full) for x in ((4, 4, 4, 4), (9, 1, 0, 30)))],
 )
 @pytest.mark.parametrize("window", [20, pytest.param(None, marks=pytest.mark.full)])
-def test_buckets(attend, q_lens, window):
+def test_results_do_not_depend_on_buckets(attend, q_lens, window):
     """Whatever they are, as long as they hold the call."""
     problem = ragged_suite.build(ragged(q_lens, (33, 5, 0, 64), dtype="nvfp4", block_size=8, window=window))
     longest = max(q_lens)
@@ -214,7 +214,7 @@ BATCH = ragged((1, 3, 0, 2, 3), (300, 17, 9, 40, 129), dtype="nvfp4", sinks=True
 
 
 @pytest.mark.parametrize("seq", [0, 1, 4])
-def test_batch_invariant(attend, seq):
+def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(attend, seq):
     """The same bits for a sequence alone as among others."""
     problem = ragged_suite.build(BATCH)
     query, cache, table, lens = problem.args
@@ -322,7 +322,7 @@ SOME_OPTIONS = {
 
 @EACH_QUERY
 @matrix({"dtype": ["auto", "nvfp4"], "options": list(SOME_OPTIONS)})
-def test_opcheck(options, dtype, query_dtype, device):
+def test_torchs_opcheck_accepts_the_operation(options, dtype, query_dtype, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in SOME_OPTIONS[options].items()}
     values = tuple(arguments(device, dtype, query_dtype).values())
     torch.library.opcheck(torch.ops.kvjax.ragged_paged_attention.default, values, options)
@@ -330,7 +330,7 @@ def test_opcheck(options, dtype, query_dtype, device):
 
 @EACH_QUERY
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled(query_dtype, device):
+def test_compiled_code_attends_as_eager_code_does(query_dtype, device):
     """One graph for every number of tokens, and whatever the call's own numbers."""
     torch._dynamo.reset()
     graphs = []
@@ -460,7 +460,7 @@ def test_heads_of_any_size(window, head_size, group):
 
 @pytest.mark.gpu
 @matrix({"dtype": ["bfloat16", "nvfp4"], "window": [None, 1024]})
-def test_long_chunks(dtype, window):
+def test_long_chunks_are_attended_to_right(dtype, window):
     problem = ragged_suite.build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
     attend = attend_on("cuda", is_rounded=True)
     suite.assert_right(problem, *ragged_suite.run(problem, attend), **ragged_suite.slack(problem.case, attend))

@@ -232,7 +232,7 @@ def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(case: dict[s
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]
 
 
-def test_opcheck(device: str):
+def test_torchs_opcheck_accepts_the_operation(device: str):
     call = Tokens(SIMPLE, device)
     rows = [torch.nan_to_num(x, 0.5) for x in call.arguments[:3]]  # it compares results, and no NaN is as another
     arguments = *rows, *call.arguments[3:], "nvfp4", *(torch.tensor(scale, device=device) for scale in SCALES)

@@ -186,7 +186,7 @@ GOLDEN = np.load(Path(__file__).parent / "data/nvfp4_golden.npz")
 
 
 @pytest.mark.parametrize("case", range(int(GOLDEN["num_cases"])))
-def test_golden_nvfp4(case: int):
+def test_nvfp4_has_the_golden_bytes(case: int):
     golden = {name.removeprefix(f"case{case}/"): GOLDEN[name] for name in GOLDEN.files if f"case{case}/" in name}
     key, value = (golden[f"{name}_bits"].view(INPUT_DTYPES[str(golden["dtype"])]) for name in ("key", "value"))
     num_blocks, block_size, num_heads, half = golden["k_data"].shape

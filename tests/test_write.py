@@ -130,7 +130,7 @@ GOLDEN = np.load(Path(__file__).parent / "data/nvfp4_golden.npz")
 
 
 @pytest.mark.parametrize("case", range(int(GOLDEN["num_cases"])))
-def test_golden_nvfp4(implementation, case):
+def test_nvfp4_has_the_golden_bytes(implementation, case):
     golden = {name.removeprefix(f"case{case}/"): GOLDEN[name] for name in GOLDEN.files if f"case{case}/" in name}
     key, value = (golden[f"{name}_bits"].view(INPUT_DTYPES[str(golden["dtype"])]) for name in ("key", "value"))
     spec = simple_spec(NVFP4, block_size=int(golden["block_size"]), num_kv_heads=key.shape[1], head_size=key.shape[2])
@@ -157,7 +157,7 @@ def test_the_storage_dtype_keeps_every_bit(implementation, name, layout):
 
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.FLOAT32, NVFP4], ids=lambda dtype: dtype.value)
-def test_int64_slots(implementation, dtype):
+def test_int64_slots_are_not_cut_to_32_bits(implementation, dtype):
     spec = simple_spec(dtype)
     slots = np.array([3, 2**32 + 4, -(2**32) + 5, 15, 8 * 2**32 + 6, -1], np.int64)
     check_write(implementation, spec, 2, slots[[0, 3, 5]])

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src import callback
+from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax._src.state import indexing
 from jax._src.state.types import ReshapeTransform, TransposeTransform
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,6 +32,9 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
     among the blocks of a grid, no race goes unseen.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(callback, "io_callback_impl", _call_with_numpy_arrays))
+        stack.enter_context(mock.patch.object(shared_memory, "_to_int", _to_int))
+        stack.enter_context(mock.patch.object(thread_map, "_run_jaxpr", _run_compiled))
         stack.enter_context(mock.patch.object(gpu_callbacks, "_get", _get_by_boxes(gpu_callbacks._get)))
         stack.enter_context(mock.patch.object(gpu_callbacks, "_swap", _swap_by_boxes(gpu_callbacks._swap)))
         if detect_races:
@@ -38,6 +44,32 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
         yield
         if detect_races and gpu_callbacks.get_races().races_found:
             raise RuntimeError("RACE DETECTED, and printed above")  # jax 0.12 has raised an error of its own
+
+
+def _call_with_numpy_arrays(*args: Any, callback: Callable[..., Any], **_: Any) -> Any:
+    """Calls what a program calls back, without a copy of each argument to a device."""
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return jax.tree.map(np.asarray, callback(*args))
+
+
+def _to_int(x: Any) -> Any:
+    """Of an array of any library; jax's own takes none of NumPy's."""
+    return x if isinstance(x, jax.core.Tracer) else int(x)
+
+
+_compiling = threading.Lock()
+_compiled: dict[Any, Any] = {}
+
+
+def _run_compiled(jaxpr: Any, consts: Any, *args: Any) -> None:
+    """Runs the program of a warpgroup, which jax would compile in each of them, and for each block of a grid."""
+    with _compiling:
+        if jaxpr not in _compiled:
+            if len(_compiled) == 64:
+                _compiled.clear()
+            _compiled[jaxpr] = jax.jit(thread_map._run, static_argnums=0).lower(jaxpr, consts, *args).compile()
+        program = _compiled[jaxpr]
+    program(consts, *args)
 
 
 def _grid_as_cluster(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from kvjax.kernels.launchable import Amount, AnyCount
 from kvjax_torch.launch import running
 from support.interpret_mode import interpret_mode
 
@@ -24,12 +27,18 @@ def run_interpreted(call: running.Call) -> None:
         before.append(memory)
         given.append(jnp.asarray(memory))
     with interpret_mode():
-        results = jax.block_until_ready(call.kernel.with_counts(call.counts, call.amount, *given))
+        results = jax.block_until_ready(_program(call.kernel, tuple(call.counts), call.amount)(*given))
     for i, result in zip(call.kernel.written, results, strict=True):
         own, after = memory_of(call.tensors[i]), np.asarray(result).reshape(-1).view(np.uint8)
         changed = after != before[i]
         assert not changed[len(own) :].any()
         own[changed[: len(own)]] = after[changed]
+
+
+@functools.lru_cache(maxsize=16)
+def _program(kernel: AnyCount, counts: tuple[int, ...], amount: Amount) -> Callable[..., list[jax.Array]]:
+    """Traced and compiled once for all calls of a kernel with the same counts."""
+    return jax.jit(functools.partial(kernel.with_counts, counts, amount))
 
 
 def memory_of(tensor: torch.Tensor) -> np.ndarray:

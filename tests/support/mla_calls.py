@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.mla import MLAConfig
 from kvjax.kernels.target import Target
 from support import mla_reference
+from support.gpu_compile import CompiledProgram, compile_for
 from support.interpret_mode import interpret_mode
 from support.mla_cases import SM_SCALE, Problem, build, queries, spec_of
 
@@ -106,3 +108,18 @@ def run_operation(spec: MLAAttentionSpec, num_layers: int | None, kv: Any, *args
     cache = kvjax.KVCache(kv, spec, num_layers=num_layers)
     options = {"sm_scale": SM_SCALE, "return_lse": True, "implementation": "mosaic"}
     return mla_paged_attention(q_nope, q_pe, cache, table, lens, layer=layer if num_layers else None, **options)
+
+
+def compile_operation(target: str, spec: MLAAttentionSpec, q_len: int, heads: int) -> CompiledProgram:
+    """The operation compiled over two layers and 64 sequences."""
+    struct, num_layers = jax.ShapeDtypeStruct, 2
+    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128, num_layers=num_layers))
+    return compile_for(
+        target,
+        functools.partial(run_operation, spec, num_layers),
+        cache.kv,
+        *[struct((64, q_len, heads, size), jnp.bfloat16) for size in spec.part_sizes],
+        struct((64, 128), jnp.int32),
+        struct((64,), jnp.int32),
+        struct((), jnp.int32),
+    )
