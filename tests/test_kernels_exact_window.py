@@ -47,8 +47,8 @@ def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
     return [query, key, key, cache, window, metadata]
 
 
-DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 2, "merge_paged_attention": 2}
-"""A write to the pages and the ring, and an attention over either."""
+DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 1, "merge_paged_attention": 1}
+"""A write to the pages and the ring, and an attention over both."""
 
 CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_kv": 2, "prompt_attention": 2, "join_rows": 2}
 """The step's tokens are also written to the copy of the ring's rows; rows of decodes are joined with prompts'."""
