@@ -140,7 +140,6 @@ def attend_with_window(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     of_cache: dict[str, Any] = {name: given[name] for name in ("layer", "k_scale", "v_scale", "query_quantization")}
-    limits: dict[str, Any] = {name: given[name] for name in ("max_q_len", "max_prompts", "decode_q_len")}
     sm_scale = as_sm_scale(given["sm_scale"], cache.spec.head_size)
     options = Given(sm_scale, None, given["logits_soft_cap"], True, given["batch_invariant"], new.implementation)
     # Where the ring has all that queries see, no call attends to pages.

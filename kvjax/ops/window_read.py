@@ -17,7 +17,7 @@ from kvjax.kernels import attention as kernel
 from kvjax.kernels import placement
 from kvjax.kernels.target import Target
 from kvjax.ops import select
-from kvjax.ops.arguments import as_sinks, check_devices
+from kvjax.ops.arguments import Window, as_sinks, check_devices
 from kvjax.ops.attention import attended, invariant_batch, own_query_sequences
 from kvjax.ops.gather import Stored
 from kvjax.ops.merge import merge_attention_states
@@ -38,7 +38,7 @@ class CachePart(NamedTuple):
       block_table: int32 `[num_seqs, max_blocks]`.
       seq_lens: int32 `[num_seqs]`; rows see tokens as those of `ragged_paged_attention` do.
       stored: the layer and the scales.
-      sliding_window: tokens that a row sees; None for no window.
+      sliding_window: tokens that a row sees; None for no window, `OF_LAYER` for the layer's.
       query_quantization: whether prompts are attended to by products in fp8.
     """
 
@@ -46,7 +46,7 @@ class CachePart(NamedTuple):
     block_table: ArrayLike
     seq_lens: ArrayLike
     stored: Stored
-    sliding_window: int | jax.Array | None
+    sliding_window: Window
     query_quantization: bool = False
 
 
@@ -137,8 +137,8 @@ class Asked(NamedTuple):
         ring = dataclasses.replace(self.ring, num_kv_heads=spec.num_kv_heads)  # a device's share of its heads
         if (reason := why_not_both((spec, ring), self.queries, target)) is not None:
             return reason
-        options = {"batch_invariant": self.batch_invariant, "target": target}
-        return kernel.why_not_both((spec, ring), self.sizes, self.ring_blocks, **options)
+        sizes = self.sizes, self.ring_blocks
+        return kernel.why_not_both((spec, ring), *sizes, batch_invariant=self.batch_invariant, target=target)
 
 
 ARRAYS = 10
@@ -189,11 +189,11 @@ def _both_mosaic(
     if step.decode_q_len:
         own = far._replace(seq_lens=step.decoding(far.seq_lens), sinks=near.sinks)
         of_window = near._replace(seq_lens=step.decoding(near.seq_lens), sinks=None)
-        sources = (
+        pages, window = (
             kernel.OneCache(each.kv, read, each.spec, of_each, each.num_layers or 1)
             for each, read, of_each in ((cache, own, softmax), (recent, of_window, near_softmax))
         )
-        out, lse = kernel.decode_both(step.packed(query)[0], *sources, step.q_lens)
+        out, lse = kernel.decode_both(step.packed(query)[0], pages, window, step.q_lens)
         decoded = lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
     out, lse = with_prompts(recent, query, near, step, decoded, options[1])
     if options[0].limits.max_prompts:

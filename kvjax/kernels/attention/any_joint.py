@@ -195,8 +195,13 @@ def _merge_of_any_count(pages: Problem, ring: Problem, config: JointConfig) -> A
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         each = zip((pages, ring), config.both, _of_both(counts), _of_both(arrays), strict=True)
-        known = [(dataclasses.replace(problem, **own), how, Refs(**refs)) for problem, how, own, refs in each]
-        joint.run_merge((Source(*known[0]), Source(*known[1])), config, scratch)
+        of_pages, of_ring = (
+            Source(
+                dataclasses.replace(problem, num_seqs=own["num_seqs"], max_blocks=own["max_blocks"]), how, Refs(**refs)
+            )
+            for problem, how, own, refs in each
+        )
+        joint.run_merge((of_pages, of_ring), config, scratch)
 
     return AnyCount(
         body,

@@ -100,7 +100,8 @@ def decode_both(query: jax.Array, pages: OneCache, ring: OneCache, q_lens: jax.A
             for each, read in zip((pages, ring), reads, strict=True)
         ]
         batch = joint_batch(kinds[0], kinds[1], current())
-        config = batch.config(*of_pages.block_table.shape, of_ring.block_table.shape[1])
+        (num_seqs, max_blocks), ring_blocks = of_pages.block_table.shape, of_ring.block_table.shape[1]
+        config = batch.config(num_seqs, max_blocks, ring_blocks)
         arrays = RingArrays(ring.kv, of_ring.block_table, of_ring.seq_lens, own_q_lens)
         return any_joint.attend(batch, config, query, pages.kv, of_pages, arrays)
 

@@ -167,7 +167,7 @@ class StoredParts:
                     output[i - segments.first_output] *= factor
         if self.decode.config.part is None:
             part = lax.axis_index("block") + sequence
-        kept = [Sums(*of_row[:NUM_SUMS]) for of_row in sums]
+        kept = [Sums(of_row.largest, of_row.total) for of_row in sums]
         segments.store_part(part + self.first_part, kept, output, stores)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
@@ -189,7 +189,7 @@ def run_decode(sources: Sequence[Source], buffer: Ref, barriers: Ref) -> None:
 def _serve(source: Source, number: int, first: Number, workers: Workers, shared: tuple[Ref, Ref]) -> None:
     problem, config, refs = source
 
-    @pl.when((workers.block >= 0) & (workers.block < workers.count))
+    @pl.when((workers.block >= 0) & (workers.block < workers.blocks))
     def _() -> None:
         layout = stage_layout(problem, config.heads, config.groups * config.tiles)
         decode = Decode.of(problem, config, layout, refs, *shared)

@@ -38,11 +38,11 @@ class Workers(NamedTuple):
 
     Attributes:
       block: the number of this one.
-      count: how many there are.
+      blocks: how many there are.
     """
 
     block: jax.Array
-    count: Number
+    blocks: Number
 
 
 class Share(NamedTuple):
