@@ -82,6 +82,10 @@ class JointBatch:
         """How the kernels are launched; 0 blocks where these are known at launch only."""
         return joint.choose(*self.sized(num_seqs, max_blocks, ring_blocks), self.target)
 
+    def why_not(self, num_seqs: int, max_blocks: int, ring_blocks: int) -> str | None:
+        """Why there is no workspace for so many sequences; None where there is."""
+        return joint.why_no_workspace(*self.sized(num_seqs, max_blocks, ring_blocks), self.config(num_seqs, 0, 0))
+
     def of(
         self, num_seqs: int, max_blocks: int, ring_blocks: int, config: JointConfig | None = None
     ) -> tuple[AnyCount, AnyCount, tuple[jax.ShapeDtypeStruct, ...]]:

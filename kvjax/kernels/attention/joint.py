@@ -296,12 +296,13 @@ def why_not_both(
             dataclasses.replace(plain_problem(spec, each), batch_invariant=batch_invariant)
             for spec, each in zip(specs, of_each, strict=True)
         )
-        if (reason := _why_no_workspace(pages, ring, choose(pages, ring, target or Target()))) is not None:
+        if (reason := why_no_workspace(pages, ring, choose(pages, ring, target or Target()))) is not None:
             return reason
     return None
 
 
-def _why_no_workspace(pages: Problem, ring: Problem, config: JointConfig) -> str | None:
+def why_no_workspace(pages: Problem, ring: Problem, config: JointConfig) -> str | None:
+    """Why int32 does not index the workspace of a call; None where it does."""
     if num_parts(pages, ring, config) * pages.spec.head_size_v <= np.iinfo(np.int32).max:
         return None
     return (
@@ -312,7 +313,7 @@ def _why_no_workspace(pages: Problem, ring: Problem, config: JointConfig) -> str
 
 def workspace(pages: Problem, ring: Problem, config: JointConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The workspace of a call, which the merge reads: `partial`, `partial_lse` and `spans`."""
-    if (reason := _why_no_workspace(pages, ring, config)) is not None:  # for launchers, which do not ask `why_not`
+    if (reason := why_no_workspace(pages, ring, config)) is not None:  # for launchers, which do not ask `why_not`
         raise UnsupportedError(f"exact_window_attention: the kernel cannot serve this call: {reason}")
     parts = num_parts(pages, ring, config)
     return (
