@@ -25,7 +25,15 @@ from kvjax.errors import KVCacheValueError
 from kvjax.exact_window import ExactWindow, as_rows, check_window, first_tokens
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
 from kvjax.ops.gather import Stored
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, Given, as_limits, as_sm_scale, num_reached_blocks
+from kvjax.ops.options import (
+    MAX_WINDOW,
+    WINDOW_BLOCK_SIZE,
+    Given,
+    WindowSpans,
+    as_limits,
+    as_sm_scale,
+    num_reached_blocks,
+)
 from kvjax.ops.route import Query, check_query_quantization
 from kvjax.ops.window_read import CachePart, QueryRows
 from kvjax.ops.window_write import RingUpdate, update_ring, write_with_ring
@@ -154,7 +162,7 @@ def attend_with_window(
     longest = min(limits.max_q_len or num_tokens, num_tokens)
     written = write_step(exact_window, new, metadata, longest, cache, of_cache)
     lens, first_block = written.step.lens, written.step.first_block
-    spans = _Spans.of(given["sliding_window"], cache, exact_window.size)
+    spans = _spans(given["sliding_window"], cache, exact_window.size)
     exact_window = dataclasses.replace(exact_window, ring=written.ring)
     near_lens = lens - first_block * WINDOW_BLOCK_SIZE
     near = CachePart(written.recent, written.table, near_lens, Stored(written.layer, None, None), spans.near)
@@ -211,24 +219,12 @@ def write_step(
     return WrittenStep(step, new.written(recent, slots, unique_slots=True), table, None, ring, cache)
 
 
-class _Spans(NamedTuple):
-    """How a sliding window is divided: tokens that a query sees in the ring, and at most in the pages.
-
-    `reaches_pages`: whether it sees any in the pages; a bool, or on the device if the window is an array.
-    """
-
-    near: int | jax.Array
-    far: int | jax.Array | None
-    reaches_pages: bool | jax.Array
-
-    @classmethod
-    def of(cls, sliding_window: Window, cache: KVCache, size: int) -> _Spans:
-        window, on_device = as_window(sliding_window, cache.spec)
-        if on_device is not None:
-            return cls(jnp.minimum(on_device, size), jnp.maximum(on_device - size, 1), on_device > size)
-        if window is None:
-            return cls(size, None, True)
-        return cls(min(window, size), window - size, window > size)
+def _spans(sliding_window: Window, cache: KVCache, size: int) -> WindowSpans:
+    """Returns how a sliding window is divided, on the device if it is an array."""
+    window, on_device = as_window(sliding_window, cache.spec)
+    if on_device is not None:
+        return WindowSpans(jnp.minimum(on_device, size), jnp.maximum(on_device - size, 1), on_device > size)
+    return WindowSpans.of(window, size)
 
 
 class StepTokens(NamedTuple):

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import gpu_compile
 from support import joint_suite as suite
 from support.attention_suite import Case
+from support.gpu_compile import HOPPER_AND_BLACKWELL, compile_for
 from support.helpers import simple_spec
 from support.interpret_mode import interpret_mode
 from support.joint_suite import JointCase
 
-from kvjax import KVCacheDType
+from kvjax import AttentionSpec, ExactWindow, KVCache, KVCacheDType, StepMetadata, attend
 from kvjax.kernels import lanes
 from kvjax.kernels.attention import choice, joint, schedule
 from kvjax.kernels.attention.choice import plain_problem
@@ -132,3 +134,56 @@ def test_each_part_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch):
                     sequence, skipped, left = sequence + 1, 0, left - taken
         assert len(set(places)) == len(places)
         assert max(places) < num_blocks + 2 * num_seqs
+
+
+COMPILED = [
+    ("nvfp4", {}, {}),
+    ("nvfp4", {}, {"q_len": 4}),
+    ("fp8_e4m3", {"layout": "HND", "num_layers": 4}, {"sliding_window": 1024, "logits_soft_cap": 50.0, "q_len": 2}),
+    ("nvfp4", {"v_scale_layout": "swizzled", "head_size": 256, "num_kv_heads": 2}, {"q_len": 4}),
+    ("int8_per_token_head", {}, {"q_len": 4}),
+    ("nvfp4", {"num_kv_heads": 1}, {"batch_invariant": True, "num_seqs": 8}),
+    ("fp8_k_nvfp4_v", {"head_size": 64}, {"num_seqs": 1}),
+    ("bfloat16", {"block_size": 784, "head_size": 80, "num_kv_heads": 3}, {}),
+]
+
+
+def step(query: Any, key: Any, value: Any, cache: KVCache, metadata: StepMetadata, *others: Any, **options: Any) -> Any:
+    window, layer = others
+    options |= {"layer": layer, "unique_slots": True, "implementation": "mosaic"}
+    return attend(query, key, value, cache, metadata, exact_window=window, **options)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("target", "dtype", "spec", "options"),
+    [(target, *case) for target in HOPPER_AND_BLACKWELL for case in COMPILED]
+    + [("rtx6000pro", *case) for case in COMPILED[:4]],
+)
+def test_it_compiles_without_spills(target: str, dtype: str, spec: dict[str, Any], options: dict[str, Any]):
+    spec, options = dict(spec), dict(options)
+    num_layers, q_len, num_seqs = spec.pop("num_layers", None), options.pop("q_len", 1), options.pop("num_seqs", 64)
+    spec = simple_spec(KVCacheDType(dtype), **{"block_size": 16, "num_kv_heads": 8, "head_size": 128} | spec)
+    of_ring = ExactWindow.allocate(spec, 1, 64, max_q_len=q_len)
+
+    def cache_of(spec: AttentionSpec, num_blocks: int) -> KVCache:
+        shape = spec.cache_shape(num_blocks)
+        shape = shape if num_layers is None else (shape[0], num_layers, *shape[1:])
+        return KVCache(jax.ShapeDtypeStruct(shape, spec.array_dtype), spec, num_layers=num_layers)
+
+    cache = cache_of(spec, 4096)
+    window = ExactWindow(cache_of(of_ring.ring.spec, 64 * of_ring.blocks_per_row), 64, q_len)
+    shapes = (num_seqs, 64), (num_seqs,), (num_seqs + 1,), (num_seqs * q_len,), (num_seqs,)
+    metadata = StepMetadata(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))
+    heads = 4 * spec.num_kv_heads, spec.num_kv_heads, spec.num_kv_heads
+    rows = [jax.ShapeDtypeStruct((num_seqs * q_len, number, spec.head_size), jnp.bfloat16) for number in heads]
+    layer = None if num_layers is None else jax.ShapeDtypeStruct((), jnp.int32)
+    run = functools.partial(step, max_q_len=q_len, **options)
+    program = compile_for(target, run, *rows, cache, metadata, window, layer, donate_argnums=(3, 5))
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
+    num_passes = sum(len(runs) for _, runs in choice.passes(spec, 4, q_len))
+    assert names[0] == "reshape_and_cache_flash"
+    assert sorted(names[1:]) == ["merge_paged_attention"] * num_passes + ["paged_attention"] * num_passes
+    assert [kernel.spill_bytes for kernel in program.kernels] == [0] * len(names)
+    assert program.temp_size < 64 * 2**20

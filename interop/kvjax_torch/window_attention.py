@@ -13,7 +13,15 @@ import torch
 
 import kvjax
 from kvjax import KVCacheDType, KVCacheValueError
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_bool, as_limits, as_window, num_reached_blocks
+from kvjax.ops.options import (
+    MAX_WINDOW,
+    WINDOW_BLOCK_SIZE,
+    WindowSpans,
+    as_bool,
+    as_limits,
+    as_window,
+    num_reached_blocks,
+)
 from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
 from kvjax_torch.arguments.dtypes import dtype_name
@@ -153,12 +161,12 @@ def exact_window_attention(
         if to_pages is not None:
             to_pages.run()
         return ragged_paged_attention(*over_pages, seq_lens, cu_q_lens, *stored_as, sinks=sinks, **options)
-    spans = _Spans.of(window, size)
+    spans = WindowSpans.of(window, size)
     far_lens = (step.lens - size).clamp(min=0).int()  # a query whose limit is below 0 sees nothing
     near_lens = (step.lens - step.first_block * WINDOW_BLOCK_SIZE).int()
     if spans.reaches_pages and launches_kernels(query, key, value, *of_pages, *of_ring, cu_q_lens, *given_sinks):
         both = windows.BothCaches(
-            spans.plans(plans[0], plans[1]),
+            _plans(plans[0], plans[1], spans),
             query,
             (of_pages._replace(seq_lens=far_lens), of_ring._replace(seq_lens=near_lens)),
             cu_q_lens,
@@ -206,25 +214,11 @@ def exact_window_attention(
     return merge_attention_states(outs, lses)[0] if others else near[0]
 
 
-class _Spans(NamedTuple):
-    """How a sliding window is divided: tokens that a query sees in the ring, and at most in the pages.
-
-    `reaches_pages`: whether it sees any in the pages.
-    """
-
-    near: int
-    far: int | None
-    reaches_pages: bool
-
-    @classmethod
-    def of(cls, window: int | None, size: int) -> _Spans:
-        return cls(size, None, True) if window is None else cls(min(window, size), window - size, window > size)
-
-    def plans(self, pages: RaggedPlan, ring: RaggedPlan) -> tuple[RaggedPlan, RaggedPlan]:
-        """The plans of both calls, for those of the whole window; sinks are those of the ring's."""
-        of_pages = dataclasses.replace(pages.attention, window=self.far, has_sinks=False)
-        of_ring = dataclasses.replace(ring.attention, window=self.near)
-        return dataclasses.replace(pages, attention=of_pages), dataclasses.replace(ring, attention=of_ring)
+def _plans(pages: RaggedPlan, ring: RaggedPlan, spans: WindowSpans) -> tuple[RaggedPlan, RaggedPlan]:
+    """The plans of the calls over pages and over the ring, for those of the whole window; the ring has the sinks."""
+    of_pages = dataclasses.replace(pages.attention, window=spans.far, has_sinks=False)
+    of_ring = dataclasses.replace(ring.attention, window=spans.near)
+    return dataclasses.replace(pages, attention=of_pages), dataclasses.replace(ring, attention=of_ring)
 
 
 def write_exact_window(

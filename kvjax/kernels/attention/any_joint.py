@@ -22,7 +22,7 @@ from kvjax.kernels.attention.any_batch import (
     vector,
     with_counts,
 )
-from kvjax.kernels.attention.joint import JointConfig, Source
+from kvjax.kernels.attention.joint import JointConfig, JointSource
 from kvjax.kernels.attention.launch import decode_kernel, merge_kernel
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, Problem, ReadArrays, Refs
 from kvjax.kernels.launchable import (
@@ -171,7 +171,9 @@ def _decode_of_any_count(pages: Problem, ring: Problem, config: JointConfig) -> 
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         each = zip((pages, ring), config.both, _of_both(counts), _of_both(arrays), strict=True)
-        sources = [Source(with_counts(problem, own), how, refs_of(problem, refs)) for problem, how, own, refs in each]
+        sources = [
+            JointSource(with_counts(problem, own), how, refs_of(problem, refs)) for problem, how, own, refs in each
+        ]
         joint.run_decode(sources, *scratch)
 
     shared = joint.shared_bytes(pages, ring, config)
@@ -200,7 +202,7 @@ def _merge_of_any_count(pages: Problem, ring: Problem, config: JointConfig) -> A
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         each = zip((pages, ring), config.both, _of_both(counts), _of_both(arrays), strict=True)
         of_pages, of_ring = (
-            Source(
+            JointSource(
                 dataclasses.replace(problem, num_seqs=own["num_seqs"], max_blocks=own["max_blocks"]), how, Refs(**refs)
             )
             for problem, how, own, refs in each

@@ -88,7 +88,7 @@ def choose(pages: Problem, ring: Problem, target: Target) -> JointConfig:
     return JointConfig(*choose_for([pages, ring], target))
 
 
-class Source(NamedTuple):
+class JointSource(NamedTuple):
     """One of the caches.
 
     Attributes:
@@ -176,7 +176,7 @@ class StoredParts:
         self.decode.segments.store_span(sequence + self.first_sequence, start + first, start + last)
 
 
-def run_decode(sources: Sequence[Source], buffer: Ref, barriers: Ref) -> None:
+def run_decode(sources: Sequence[JointSource], buffer: Ref, barriers: Ref) -> None:
     """The body of the decode kernel over pages and a ring; `buffer` and `barriers` are shared memory."""
     pages, ring = sources
     block, num_blocks = lax.axis_index("block"), pages.config.blocks
@@ -186,7 +186,7 @@ def run_decode(sources: Sequence[Source], buffer: Ref, barriers: Ref) -> None:
         _serve(source, number, first_part(sources, number), Workers(block - begin, count), (buffer, barriers))
 
 
-def _serve(source: Source, number: int, first: Number, workers: Workers, shared: tuple[Ref, Ref]) -> None:
+def _serve(source: JointSource, number: int, first: Number, workers: Workers, shared: tuple[Ref, Ref]) -> None:
     problem, config, refs = source
 
     @pl.when((workers.block >= 0) & (workers.block < workers.blocks))
@@ -197,7 +197,7 @@ def _serve(source: Source, number: int, first: Number, workers: Workers, shared:
         decode.serve(workers, StoredParts(decode, begin, first, number * problem.num_seqs))
 
 
-def first_part(sources: Sequence[Source], number: int) -> Number:
+def first_part(sources: Sequence[JointSource], number: int) -> Number:
     """The index in the workspace of the first part of one of the caches."""
     if not number:
         return 0
@@ -213,7 +213,7 @@ class JointMerge(Merge):
       sources: pages and ring.
     """
 
-    sources: tuple[Source, Source]
+    sources: tuple[JointSource, JointSource]
 
     def counts(self, sequence: jax.Array) -> list[jax.Array]:
         """The stages of a sequence in either cache."""
@@ -257,7 +257,7 @@ class JointMerge(Merge):
         return jnp.where(count > 0, last - first + 1, 0), first
 
 
-def run_merge(sources: tuple[Source, Source], config: JointConfig, shared: Sequence[Ref]) -> None:
+def run_merge(sources: tuple[JointSource, JointSource], config: JointConfig, shared: Sequence[Ref]) -> None:
     """The body of the merge; `shared` is shared memory, where warps share rows."""
     JointMerge(sources[0].problem, config, sources[0].refs, shared[0] if shared else ABSENT, sources).run()
 
@@ -272,7 +272,7 @@ def num_parts(pages: Problem, ring: Problem, config: JointConfig) -> int:
     """Query rows of all parts that the workspace holds."""
     parts = config.blocks + 2 * int(pages.num_seqs)
     if config.part is not None:
-        sources = Source(pages, config.pages, Refs()), Source(ring, config.ring, Refs())
+        sources = JointSource(pages, config.pages, Refs()), JointSource(ring, config.ring, Refs())
         most = (source.sequences.max_parts(int(source.config.part or 1)) for source in sources)
         parts = int(pages.num_seqs) * int(sum(most))
     return parts * pages.q_len * pages.num_heads
