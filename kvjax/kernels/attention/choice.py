@@ -214,14 +214,16 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
 def choose_for(problems: Sequence[Problem], target: Target) -> list[DecodeConfig]:
     """The configurations for problems that share thread blocks: of as many heads as fit, then as many tiles per warp.
 
-    Launches one block per multiprocessor, which has room for one, and at least one for each problem.
+    Launches one block per multiprocessor, which has room for one, and at least one for each problem. Heads and warps
+    are the best for the first problem with which a stage of any other fits.
     """
     num_kv_heads, limit = problems[0].spec.num_kv_heads, pipeline_bytes(target)
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
     num_blocks = INTERPRETED_BLOCKS * len(problems) if compat.interpreting() else target.multiprocessors
 
     def fit(heads: int, warps: int, slots: int) -> bool:
-        return all(_fits(problem, heads, warps, slots, limit) for problem in problems)
+        first, *others = problems
+        return _fits(first, heads, warps, slots, limit) and all(_fits(x, heads, warps, 1, limit) for x in others)
 
     for heads in range(min(num_kv_heads, max_warps), 0, -1):
         if num_kv_heads % heads:
