@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support import gpu_compile
 from support.exact_windows import Case, Server, cuts_of, random_tokens
 from support.gpu_compile import compile_for
@@ -73,6 +75,33 @@ def test_both_parts_are_kernels_and_the_ring_is_in_place(num_tokens: int, option
     assert program.alias_size == sum(x.size * x.dtype.itemsize for x in (args[3].kv, args[4].ring.kv))
     copied = re.findall(r" = \w+\[([\d,]*)\]\S* copy\(", program.hlo)
     assert max((np.prod([int(size) for size in dims.split(",") if size]) for dims in copied), default=0) < 4096
+
+
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "kernels"),
+    [(NUM_SEQS, {"max_q_len": 1}, DECODES), (512 + NUM_SEQS, {"max_q_len": 512, "max_prompts": 1}, CHUNKS)],
+    ids=["decodes", "chunks"],
+)
+def test_each_device_attends_with_its_heads_by_the_same_kernels(num_tokens: int, options: Any, kernels: dict[str, int]):
+    mesh = AbstractMesh((2,), ("tensor",), (AxisType.Auto,))
+
+    def on(x: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    def divided(cache: KVCache) -> KVCache:
+        kv = on(cache.kv, None, None, None, "tensor")
+        return KVCache(kv, cache.spec, kv.sharding)
+
+    query, key, value, cache, window, metadata = arguments(num_tokens)
+    rows = (on(x, None, "tensor") for x in (query, key, value))
+    caches = divided(cache), dataclasses.replace(window, ring=divided(window.ring))
+    run = functools.partial(step, implementation="mosaic", **options)
+    program = compile_for("h100", run, *rows, *caches, jax.tree.map(on, metadata), donate_argnums=(3, 4))
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
+    assert collections.Counter(names) == kernels
+    assert not program.collectives
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])

@@ -59,13 +59,16 @@ FULL = {
 
 
 @pytest.fixture(autouse=True)
-def shares_of_a_stage(monkeypatch: pytest.MonkeyPatch):
-    """Pages of two stages are divided among several of four thread blocks."""
-    monkeypatch.setattr(schedule, "MIN_STAGES", 1)
+def shares_of_a_stage(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """Pages of two stages are divided among several of four thread blocks, if interpreted."""
+    if "interpreted" in request.node.name:
+        monkeypatch.setattr(schedule, "MIN_STAGES", 1)
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES.values(), *(pytest.param(case, marks=pytest.mark.full) for case in FULL.values())], ids=str
+    "case",
+    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.full) for case in FULL.values())],
+    ids=[*CASES, *FULL],
 )
 def test_interpreted_results_are_those_of_both_caches(case: JointCase):
     with interpret_mode():
@@ -88,6 +91,41 @@ def test_interpreted_parts_are_merged_in_every_way(merge: Any, monkeypatch: pyte
     monkeypatch.setattr(choice, "merge_config", lambda _: merge._replace(warps=min(merge.warps, 4)))
     with interpret_mode():
         suite.check(JointCase(pages("float16", lengths=(90, 0), head_size_v=48), (W, 9), W), other_poison=False)
+
+
+LONG = (0, 1, 15, 1328, 5000, 0, 17, 300)
+RECENT = (0, 64, 64, 79, 70, 3, 66, 64)
+ON_GPU = {
+    "nvfp4": JointCase(pages(lengths=LONG, num_kv_heads=8, head_size=128, group=4), RECENT, 64),
+    "layers, sinks, cap": JointCase(
+        pages(lengths=LONG, num_kv_heads=8, head_size=128, sinks=True, cap=30.0), RECENT, 64, layers=True
+    ),
+    "fp8": JointCase(pages("fp8_e4m3", lengths=LONG, head_size=128, group=8, scales="per_head"), RECENT, 64),
+    "drafts, windows": JointCase(
+        pages(lengths=LONG, num_kv_heads=2, head_size=64, q_len=4, q_lens=(1, 4, 2, 4, 3, 3, 1, 4), window=1000),
+        RECENT,
+        64,
+    ),
+    "int8": JointCase(
+        pages("int8_per_token_head", lengths=LONG, num_kv_heads=4, head_size=128, layout="HND"), RECENT, 64
+    ),
+    "head size 256": JointCase(pages(lengths=LONG, num_kv_heads=8, head_size=256, group=3), RECENT, 64),
+    "many sequences": JointCase(
+        pages("bfloat16", lengths=LONG * 10, num_kv_heads=1, head_size=128, block_size=8), RECENT * 10, 64
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU.values(), ids=ON_GPU)
+def test_on_a_gpu_results_are_those_of_both_caches(case: JointCase):
+    suite.check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [ON_GPU["nvfp4"], ON_GPU["int8"]], ids=["nvfp4", "int8"])
+def test_on_a_gpu_a_sequence_has_its_bits_in_every_batch(case: JointCase):
+    suite.check_alone(case, range(len(LONG)))
 
 
 @pytest.mark.parametrize("num_blocks", [2, 5, 132])

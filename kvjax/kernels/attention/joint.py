@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.errors import UnsupportedError
+from kvjax.kernels import lanes
 from kvjax.kernels.aliases import ABSENT, Carry, Ref
 from kvjax.kernels.attention.choice import (
     AHEAD_BYTES,
@@ -37,6 +38,7 @@ from kvjax.kernels.attention.problem import DecodeConfig, MergeConfig, Problem, 
 from kvjax.kernels.attention.schedule import Sequences, Workers
 from kvjax.kernels.attention.softmax import State, Sums, top_rounding
 from kvjax.kernels.launchable import Number
+from kvjax.kernels.registers import LANES
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
@@ -114,13 +116,21 @@ class JointSource(NamedTuple):
         size = size if reach is None else size * min(reach, self.config.rows) // self.config.rows
         return max(size // COST_BYTES, 1)
 
-    def work(self) -> jax.Array:
-        """The work of all sequences."""
+    def work(self, counts: jax.Array) -> jax.Array:
+        """The work of sequences of so many stages each."""
+        return counts * self.stage_cost + jnp.where(counts > 0, SEGMENT_BYTES // COST_BYTES, 0)
 
-        def of_counts(counts: jax.Array) -> jax.Array:
-            return counts * self.stage_cost + jnp.where(counts > 0, SEGMENT_BYTES // COST_BYTES, 0)
 
-        return self.sequences.total(of_counts)
+def work_of(sources: Sequence[JointSource]) -> list[jax.Array]:
+    """The work of all sequences in each of the caches, whose lengths are loaded at once."""
+    every = [source.sequences for source in sources]
+
+    def add(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
+        each = zip(totals, sources, every, strict=True)
+        return [total + source.work(sequences.counts(i * LANES)) for total, source, sequences in each]
+
+    totals = lax.fori_loop(0, every[0].chunks, add, [lanes.splat(0, jnp.int32)] * len(every))
+    return [lanes.of_first_thread(lanes.sum_over_warp(total)) for total in totals]
 
 
 def blocks_of_ring(pages: jax.Array, ring: jax.Array, num_blocks: int) -> jax.Array:
@@ -178,9 +188,9 @@ class StoredParts:
 
 def run_decode(sources: Sequence[JointSource], buffer: Ref, barriers: Ref) -> None:
     """The body of the decode kernel over pages and a ring; `buffer` and `barriers` are shared memory."""
-    pages, ring = sources
-    block, num_blocks = lax.axis_index("block"), pages.config.blocks
-    first = num_blocks - blocks_of_ring(pages.work(), ring.work(), num_blocks)
+    block, num_blocks = lax.axis_index("block"), sources[0].config.blocks
+    pages, ring = work_of(sources)
+    first = num_blocks - blocks_of_ring(pages, ring, num_blocks)
     teams = (jnp.int32(0), first), (first, num_blocks - first)
     for number, (source, (begin, count)) in enumerate(zip(sources, teams, strict=True)):
         _serve(source, number, first_part(sources, number), Workers(block - begin, count), (buffer, barriers))

@@ -109,7 +109,7 @@ class Sequences:
             return min(last // (least * self.rows) + 1, MAX_PARTS)
         return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MAX_PARTS)
 
-    def _counts(self, first: Scalar) -> jax.Array:
+    def counts(self, first: Scalar) -> jax.Array:
         """Stages of 32 sequences, one per thread of each warp."""
         lane = lanes.thread_index() & (LANES - 1)
         index = lane + first
@@ -118,27 +118,22 @@ class Sequences:
         return self.stages(length)[1]
 
     @property
-    def _chunks(self) -> Number:
+    def chunks(self) -> Number:
         """Runs of 32 sequences."""
         num_seqs = self.problem.num_seqs
         if isinstance(num_seqs, int):
             return -(-num_seqs // LANES)
         return lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
 
-    def total(self, of_counts: Callable[[jax.Array], jax.Array] = lambda counts: counts) -> jax.Array:
-        """The sum over all sequences of a function of their numbers of stages."""
-
-        def add(i: jax.Array, total: jax.Array) -> jax.Array:
-            return total + of_counts(self._counts(i * LANES))
-
-        total = lax.fori_loop(0, self._chunks, add, lanes.splat(0, jnp.int32))
-        return lanes.of_first_thread(lanes.sum_over_warp(total))
-
     def share(self, workers: Workers) -> Share:
         """The share of a thread block, in stages."""
         block, num_blocks = workers
-        chunks, zero = self._chunks, lanes.splat(0, jnp.int32)
-        all_stages = self.total()
+        chunks, zero = self.chunks, lanes.splat(0, jnp.int32)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            return total + self.counts(i * LANES)
+
+        all_stages = lanes.of_first_thread(lanes.sum_over_warp(lax.fori_loop(0, chunks, add, zero)))
         size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), MIN_STAGES)
         start = jnp.minimum(block * size, all_stages)
         count = jnp.minimum(all_stages - start, size)
@@ -146,7 +141,7 @@ class Sequences:
 
         def search(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             before, sequence, skipped = carry
-            mine = self._counts(i * LANES)
+            mine = self.counts(i * LANES)
             end = mine
             for distance in (1, 2, 4, 8, 16):
                 end = end + lanes.shuffle_up(end, distance)
