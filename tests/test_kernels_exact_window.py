@@ -21,8 +21,9 @@ from support.interpret_mode import interpret_mode
 
 import kvjax
 from kvjax import ExactWindow, KVCache, StepMetadata
+from kvjax.kernels import attention
 from kvjax.kernels.target import Target, tracing_for
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import Query, route, why_not_both
 
 NUM_ROWS, NUM_SEQS, MAX_BLOCKS = 1024, 16, 256
 
@@ -115,6 +116,16 @@ def test_no_part_is_left_to_xla(capability: tuple[int, int]):
                 found = route(of_part, Query(np.dtype(jnp.bfloat16), has_prompts=has_prompts), target)
                 assert found.why_no_decode_kernel is None
                 assert found.why_no_kernels is None
+        both = spec, ExactWindow.allocate(spec, 1, 64).ring.spec
+        assert why_not_both(both, [Query(np.dtype(jnp.bfloat16))] * 2, target) is None
+        for query in (Query(np.dtype(np.float32)), Query(np.dtype(jnp.bfloat16), is_window_static=False)):
+            assert why_not_both(both, [query] * 2, target) == route(spec, query, target).why_no_kernels is not None
+        for invariant in (False, True):
+            options = {"batch_invariant": invariant, "target": target}
+            sizes = attention.BatchSizes(num_seqs=64, q_len=4, group=4, max_blocks=512)
+            assert attention.why_not_both(both, sizes, 6, **options) is None
+            reason = attention.why_not_both(both, sizes._replace(num_seqs=2**20), 6, **options)
+            assert "indexed in int32; got 1048576 sequences" in str(reason)
 
 
 @pytest.mark.full

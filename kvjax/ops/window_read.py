@@ -216,7 +216,7 @@ def _candidates(asked: Asked, dims: str) -> select.Candidates:
     names = "cache", "query", *own, "q_starts", "q_ends", *stored
     others = "heads", "tokens words", ""
     return select.Candidates(
-        parameters=(*names, *(f"exact_window.ring {name}" for name in ("kv", *own, *stored))),
+        parameters=(*names, "exact_window.ring", *(f"exact_window.ring {name}" for name in (*own, *stored))),
         xla=_both_xla,
         mosaic=_both_mosaic,
         results=_results,

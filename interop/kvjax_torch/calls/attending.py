@@ -219,7 +219,7 @@ def joint_calls(
 ) -> tuple[Call, Call]:
     """The two kernel calls, in order, of a call of one part over pages and a ring; as `attention_calls`.
 
-    `q_lens` are of each sequence its query tokens, int32 `[num_seqs]`: the last of the query's.
+    `q_lens` are of each sequence its query tokens, integers `[num_seqs]`: the last of the query's.
     """
     pages, ring = tensors
     num_seqs, spec = pages.block_table.shape[0], plans[0].cache.spec
@@ -235,7 +235,8 @@ def joint_calls(
     between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
     scales = scale_arrays(plans[0].cache, plans[0].cache.scale_tensors(pages))
     of_pages = lens[0], of_each[0][0], query, pages.key_cache, pages.value_cache, *scales
-    of_ring = lens[1], of_each[1][0], ring.key_cache, ring.value_cache, *((q_lens,) if query.shape[1] > 1 else ())
+    rows = (choosing.int32(q_lens, 0, choosing.INT32_MAX),) if query.shape[1] > 1 else ()
+    of_ring = lens[1], of_each[1][0], ring.key_cache, ring.value_cache, *rows
     numbers = [min(each.num_blocks, choosing.INT32_MAX) for each in tensors]
     own_counts = num_seqs, blocks[0], numbers[0], of_each[0][1], *_token_strides(query)
     counts = *own_counts, blocks[1], numbers[1], of_each[1][1]

@@ -120,13 +120,13 @@ def _decode(both: BothCaches, parts: Parts, packed: PackedRows) -> tuple[torch.T
     )
     _compile(parts, tensors)
     if len(parts) == 1:
-        results = _attend_part(plans, packed.rows, tensors, both.q_lens.int(), sinks)
+        results = _attend_part(plans, packed.rows, tensors, both.q_lens, sinks)
     else:
 
         def attend_part(number: int, rows: torch.Tensor, own_sinks: torch.Tensor | None) -> reads.Results:
             of_pages, of_ring = parts[number]
             own = [each._replace(seq_lens=reads.lengths_of_part(plans[0], of_pages, each.seq_lens)) for each in tensors]
-            q_lens = (both.q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1]).int()
+            q_lens = (both.q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1])
             return _attend_part((of_pages.plan, of_ring.plan), rows, (own[0], own[1]), q_lens, own_sinks)
 
         results = reads.by_parts(plans[0], [part for part, _ in parts], packed.rows, sinks, attend_part)
