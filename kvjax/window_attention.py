@@ -24,10 +24,18 @@ from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError
 from kvjax.exact_window import ExactWindow, as_rows, check_window, first_tokens
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
-from kvjax.ops.merge import merge_attention_states
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_limits, as_sm_scale, num_reached_blocks
-from kvjax.ops.ragged import ragged_paged_attention
+from kvjax.ops.gather import Stored
+from kvjax.ops.options import (
+    MAX_WINDOW,
+    WINDOW_BLOCK_SIZE,
+    Given,
+    WindowSpans,
+    as_limits,
+    as_sm_scale,
+    num_reached_blocks,
+)
 from kvjax.ops.route import Query, check_query_quantization
+from kvjax.ops.window_read import CachePart, QueryRows
 from kvjax.ops.window_write import RingUpdate, update_ring, write_with_ring
 from kvjax.ops.write import WriteTokens, reshape_and_cache_flash
 from kvjax.partition import partition_of
@@ -140,47 +148,30 @@ def attend_with_window(
     check_array("query", query, dims, INPUT_DTYPES)
     query = jnp.asarray(query)
     of_cache: dict[str, Any] = {name: given[name] for name in ("layer", "k_scale", "v_scale", "query_quantization")}
-    limits: dict[str, Any] = {name: given[name] for name in ("max_q_len", "max_prompts", "decode_q_len")}
-    softmax: dict[str, Any] = {name: given[name] for name in ("sm_scale", "logits_soft_cap", "batch_invariant")}
+    sm_scale = as_sm_scale(given["sm_scale"], cache.spec.head_size)
+    options = Given(sm_scale, None, given["logits_soft_cap"], True, given["batch_invariant"], new.implementation)
     # Where the ring has all that queries see, no call attends to pages.
-    asked = Query(query.dtype, as_sm_scale(softmax["sm_scale"], cache.spec.head_size) > 0)
-    check_query_quantization(of_cache["query_quantization"], cache.spec, asked)
-    options: dict[str, Any] = softmax | limits | {"return_lse": True, "implementation": new.implementation}
+    check_query_quantization(of_cache["query_quantization"], cache.spec, Query(query.dtype, sm_scale > 0))
+    limits = as_limits(given["max_q_len"], given["max_prompts"], given["decode_q_len"])
+    step = QueryRows(query, metadata.cu_q_lens, given["sinks"], options, limits)
+    stored = Stored(*(of_cache[name] for name in ("layer", "k_scale", "v_scale")))
+    pages = CachePart(cache, metadata.block_table, metadata.seq_lens, stored, OF_LAYER, of_cache["query_quantization"])
     if not np.shape(metadata.seq_lens)[0]:  # all rows are padding
-        cache = new.in_pages(cache, of_cache)
-        sequences = metadata.block_table, metadata.seq_lens, metadata.cu_q_lens
-        out, _ = ragged_paged_attention(query, cache, *sequences, sinks=given["sinks"], **(of_cache | options))
-        return out, cache, exact_window
-    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
+        pages = pages._replace(cache=new.in_pages(cache, of_cache))
+        return step.attend(pages)[0], pages.cache, exact_window
+    longest = min(limits.max_q_len or num_tokens, num_tokens)
     written = write_step(exact_window, new, metadata, longest, cache, of_cache)
-    step, cache = written.step, written.cache
-    spans = _Spans.of(given["sliding_window"], cache, exact_window.size)
-    near = ragged_paged_attention(
-        query,
-        written.recent,
-        written.table,
-        step.lens - step.first_block * WINDOW_BLOCK_SIZE,
-        metadata.cu_q_lens,
-        layer=written.layer,
-        sliding_window=spans.near,
-        sinks=given["sinks"],
-        **options,
-    )
+    lens, first_block = written.step.lens, written.step.first_block
+    spans = _spans(given["sliding_window"], cache, exact_window.size)
     exact_window = dataclasses.replace(exact_window, ring=written.ring)
+    near_lens = lens - first_block * WINDOW_BLOCK_SIZE
+    near = CachePart(written.recent, written.table, near_lens, Stored(written.layer, None, None), spans.near)
     if spans.reaches_pages is False:
-        return near[0], cache, exact_window
-    lens = jnp.maximum(step.lens - exact_window.size, 0)  # a query whose limit is below 0 sees nothing
-    far = ragged_paged_attention(
-        query,
-        cache,
-        metadata.block_table,
-        jnp.where(spans.reaches_pages, lens, 0),
-        metadata.cu_q_lens,
-        sliding_window=spans.far,
-        **of_cache,
-        **options,
-    )
-    return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0], cache, exact_window
+        return step.attend(near)[0], written.cache, exact_window
+    far_lens = jnp.maximum(lens - exact_window.size, 0)  # a query whose limit is below 0 sees nothing
+    far_lens = jnp.where(spans.reaches_pages, far_lens, 0)
+    far = pages._replace(cache=written.cache, seq_lens=far_lens, sliding_window=spans.far)
+    return step.attend_both(far, near), written.cache, exact_window
 
 
 class WrittenStep(NamedTuple):
@@ -228,24 +219,12 @@ def write_step(
     return WrittenStep(step, new.written(recent, slots, unique_slots=True), table, None, ring, cache)
 
 
-class _Spans(NamedTuple):
-    """How a sliding window is divided: tokens that a query sees in the ring, and at most in the pages.
-
-    `reaches_pages`: whether it sees any in the pages; a bool, or on the device if the window is an array.
-    """
-
-    near: int | jax.Array
-    far: int | jax.Array | None
-    reaches_pages: bool | jax.Array
-
-    @classmethod
-    def of(cls, sliding_window: Window, cache: KVCache, size: int) -> _Spans:
-        window, on_device = as_window(sliding_window, cache.spec)
-        if on_device is not None:
-            return cls(jnp.minimum(on_device, size), jnp.maximum(on_device - size, 1), on_device > size)
-        if window is None:
-            return cls(size, None, True)
-        return cls(min(window, size), window - size, window > size)
+def _spans(sliding_window: Window, cache: KVCache, size: int) -> WindowSpans:
+    """Returns how a sliding window is divided, on the device if it is an array."""
+    window, on_device = as_window(sliding_window, cache.spec)
+    if on_device is not None:
+        return WindowSpans(jnp.minimum(on_device, size), jnp.maximum(on_device - size, 1), on_device > size)
+    return WindowSpans.of(window, size)
 
 
 class StepTokens(NamedTuple):

@@ -157,7 +157,7 @@ def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatc
         @jax.jit
         def share(block, lens, problem=problem):
             sequences = schedule.Sequences(problem, rows, jax.new_ref(lens))
-            return sequences.share_of_parts(block, num_blocks, least)[:3]
+            return sequences.share_of_parts(schedule.Workers(block, num_blocks), least)[:3]
 
         with interpret_mode():
             shares = [[int(x) for x in share(block, lens)] for block in range(num_blocks)]

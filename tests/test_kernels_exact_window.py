@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support import gpu_compile
 from support.exact_windows import Case, Server, cuts_of, random_tokens
 from support.gpu_compile import compile_for
@@ -19,8 +21,9 @@ from support.interpret_mode import interpret_mode
 
 import kvjax
 from kvjax import ExactWindow, KVCache, StepMetadata
+from kvjax.kernels import attention
 from kvjax.kernels.target import Target, tracing_for
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import Query, route, why_not_both
 
 NUM_ROWS, NUM_SEQS, MAX_BLOCKS = 1024, 16, 256
 
@@ -47,8 +50,8 @@ def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
     return [query, key, key, cache, window, metadata]
 
 
-DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 2, "merge_paged_attention": 2}
-"""A write to the pages and the ring, and an attention over either."""
+DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 1, "merge_paged_attention": 1}
+"""A write to the pages and the ring, and an attention over both."""
 
 CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_kv": 2, "prompt_attention": 2, "join_rows": 2}
 """The step's tokens are also written to the copy of the ring's rows; rows of decodes are joined with prompts'."""
@@ -75,6 +78,33 @@ def test_both_parts_are_kernels_and_the_ring_is_in_place(num_tokens: int, option
     assert max((np.prod([int(size) for size in dims.split(",") if size]) for dims in copied), default=0) < 4096
 
 
+@pytest.mark.full
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize(
+    ("num_tokens", "options", "kernels"),
+    [(NUM_SEQS, {"max_q_len": 1}, DECODES), (512 + NUM_SEQS, {"max_q_len": 512, "max_prompts": 1}, CHUNKS)],
+    ids=["decodes", "chunks"],
+)
+def test_each_device_attends_with_its_heads_by_the_same_kernels(num_tokens: int, options: Any, kernels: dict[str, int]):
+    mesh = AbstractMesh((2,), ("tensor",), (AxisType.Auto,))
+
+    def on(x: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    def divided(cache: KVCache) -> KVCache:
+        kv = on(cache.kv, None, None, None, "tensor")
+        return KVCache(kv, cache.spec, kv.sharding)
+
+    query, key, value, cache, window, metadata = arguments(num_tokens)
+    rows = (on(x, None, "tensor") for x in (query, key, value))
+    caches = divided(cache), dataclasses.replace(window, ring=divided(window.ring))
+    run = functools.partial(step, implementation="mosaic", **options)
+    program = compile_for("h100", run, *rows, *caches, jax.tree.map(on, metadata), donate_argnums=(3, 4))
+    names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in program.kernels]
+    assert collections.Counter(names) == kernels
+    assert not program.collectives
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_no_part_is_left_to_xla(capability: tuple[int, int]):
     """For queries in the model dtype, of steps with prompts and without."""
@@ -86,6 +116,16 @@ def test_no_part_is_left_to_xla(capability: tuple[int, int]):
                 found = route(of_part, Query(np.dtype(jnp.bfloat16), has_prompts=has_prompts), target)
                 assert found.why_no_decode_kernel is None
                 assert found.why_no_kernels is None
+        both = spec, ExactWindow.allocate(spec, 1, 64).ring.spec
+        assert why_not_both(both, [Query(np.dtype(jnp.bfloat16))] * 2, target) is None
+        for query in (Query(np.dtype(np.float32)), Query(np.dtype(jnp.bfloat16), is_window_static=False)):
+            assert why_not_both(both, [query] * 2, target) == route(spec, query, target).why_no_kernels is not None
+        for invariant in (False, True):
+            options = {"batch_invariant": invariant, "target": target}
+            sizes = attention.BatchSizes(num_seqs=64, q_len=4, group=4, max_blocks=512)
+            assert attention.why_not_both(both, sizes, 6, **options) is None
+            reason = attention.why_not_both(both, sizes._replace(num_seqs=2**20), 6, **options)
+            assert "indexed in int32; got 1048576 sequences" in str(reason)
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from support.ragged_suite import INTERPRETS_JOINS
 
 from kvjax import KVCache, KVCacheDType, ragged_paged_attention, reshape_and_cache_flash
 from kvjax.kernels.target import Target, tracing_for
-from kvjax.ops import ragged
+from kvjax.ops import ragged_kernels
 
 STATIC = ragged_suite.STATIC
 
@@ -180,7 +180,7 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 @pytest.mark.full
 def test_under_vmap_no_call_is_repeated(axes, window, capability, monkeypatch):
-    monkeypatch.setattr(ragged, "current", lambda: Target(compute_capability=capability))
+    monkeypatch.setattr(ragged_kernels, "current", lambda: Target(compute_capability=capability))
     jax.clear_caches()  # of what was traced for another target
 
     def batched(x: Any, axis: int | None) -> Any:

@@ -45,8 +45,7 @@ from kvjax import (
 )
 from kvjax.kernels.prompts import problem as prompt_problem
 from kvjax.kernels.target import Target
-from kvjax.ops import options, prompt_kernel, prompts
-from kvjax.ops import ragged as ragged_module
+from kvjax.ops import options, prompt_kernel, prompts, ragged_kernels, select
 from kvjax.ops.attention import _attention_xla
 from kvjax.ops.gather import gather_xla
 
@@ -72,16 +71,16 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
         monkeypatch.setattr(prompt_kernel.kernel, "attend", prompt_model.attend)
         monkeypatch.setattr(prompt_kernel.kernel, "join", prompt_model.join)
         capability = (9, 0) if request.param == "hopper" else (10, 0)
-        monkeypatch.setattr(ragged_module, "current", lambda: Target(compute_capability=capability))
-        monkeypatch.setattr(ragged_module, "attention_mosaic", _attention_xla)
+        monkeypatch.setattr(ragged_kernels, "current", lambda: Target(compute_capability=capability))
+        monkeypatch.setattr(ragged_kernels, "attention_mosaic", _attention_xla)
         monkeypatch.setattr(prompts, "gather_mosaic", gather_xla)
-        choose = ragged_module.select.choose
+        choose = select.choose
 
         def by_kernels(operation: str, asked: Any, candidates: Any, cache: KVCache) -> Any:
             is_ragged = operation == "ragged_paged_attention"
             return candidates.mosaic if is_ragged else choose(operation, asked, candidates, cache)
 
-        monkeypatch.setattr(ragged_module.select, "choose", by_kernels)
+        monkeypatch.setattr(select, "choose", by_kernels)
 
     def attend(query: Any, *args: Any, **options: Any) -> Any:
         options |= {"return_lse": True, "implementation": None if by_stand_ins else request.param}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,16 @@ torch = pytest.importorskip("torch")
 
 from support.exact_windows import Case, Server, cuts_of, random_tokens  # noqa: E402
 from support.helpers import assert_same_bytes, matrix  # noqa: E402
+from support.interpret_mode import interpret_mode  # noqa: E402
 from support.interpreted_calls import run_interpreted  # noqa: E402
 from support.torch_helpers import capture, torch_cache  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
-from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata, UnsupportedError  # noqa: E402
+from kvjax import KVCacheTypeError, KVCacheValueError, StepMetadata, UnsupportedError, kernels  # noqa: E402
 from kvjax_torch import window_attention  # noqa: E402
 from kvjax_torch.arguments.plan import Encoding, WriteTensors  # noqa: E402
+from kvjax_torch.calls import attending, choosing  # noqa: E402
 from kvjax_torch.launch import running  # noqa: E402
 
 LENGTHS = (61, 9, 40)
@@ -172,6 +175,78 @@ def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case, step, writes_p
     assert all(torch.equal(got, wanted) for got, wanted in zip(by_kernel, on_host, strict=True))
     changed = [not torch.equal(x, y) for x, y in zip(by_kernel, bytes_of(server), strict=True)]
     assert changed == [True, True, writes_pages, writes_pages]
+
+
+@pytest.fixture
+def kernels_of_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Steps on CPU tensors are those of a GPU of few multiprocessors, whose kernels are interpreted; their names."""
+    ran: list[str] = []
+
+    def run(call: running.Call) -> None:
+        assert call.kernel.origin is not None
+        ran.append(call.kernel.origin.function.partition("kernels.")[2])
+        run_interpreted(call)
+
+    every = (
+        (window_attention, "launches_kernels", lambda *tensors: True),
+        (running, "check_capability", lambda device: None),
+        (running, "compile_once", lambda *_: None),
+        (running, "run", run),
+        (choosing, "target_of", lambda _: kernels.Target(multiprocessors=2)),
+    )
+    cached = attending.joint_kernels, attending._has_workspace, attending.route_of, attending.attention_parts
+    for one in cached:
+        one.cache_clear()
+    for module, name, instead in every:
+        monkeypatch.setattr(module, name, instead)
+    with interpret_mode():
+        yield ran
+    for one in cached:
+        one.cache_clear()
+
+
+DECODED = ["attention.any_joint:_decode_of_any_count", "attention.any_joint:_merge_of_any_count"]
+STEP = ["prompts.schedule:any_schedule", *DECODED, "prompts.transfer:any_placement"]
+"""The kernels of a step without prompts, after its write."""
+
+
+@pytest.mark.parametrize(
+    ("case", "num_passes"),
+    [
+        (Case(size=6, sinks=True), 1),
+        pytest.param(Case("fp8_e4m3", size=3, sliding_window=7, max_q_len=2, cap=3.0), 1, marks=pytest.mark.full),
+        pytest.param(Case(size=6, max_q_len=3, group=6, sinks=True), 2, marks=pytest.mark.full),
+    ],
+    ids=["nvfp4", "drafts", "two passes"],
+)
+def test_interpreted_rows_that_decode_take_one_kernel_for_both_caches(
+    case: Case, num_passes: int, request: pytest.FixtureRequest
+):
+    changes = {"num_kv_heads": 1, "model_dtype": "bfloat16", "query_dtype": "bfloat16"}
+    case = dataclasses.replace(case, **changes)
+    tokens, wanted = random_tokens(case, (15, 3))
+    server = TorchServer(case, tokens, num_tokens=(6, 12), max_length=16)
+    got = [server.step([11, 0])]
+    ran = request.getfixturevalue("kernels_of_steps")
+    got.append(server.step([case.max_q_len, 1]))
+    assert ran[1:] == [STEP[0], *DECODED * num_passes, STEP[-1]]
+    for number, one in enumerate(wanted):
+        each = np.concatenate([of_step[number] for of_step in got])
+        np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
+
+
+@pytest.mark.full
+def test_interpreted_prompts_attend_to_either_cache_beside_rows_that_decode(request: pytest.FixtureRequest):
+    case = Case(size=6, sinks=True, num_kv_heads=1, model_dtype="bfloat16", query_dtype="bfloat16")
+    tokens, wanted = random_tokens(case, (15, 9))
+    server = TorchServer(case, tokens, num_tokens=(6, 12), max_length=16)
+    got = [server.step([11, 0])]
+    ran = request.getfixturevalue("kernels_of_steps")
+    got.append(server.step([1, 9]))
+    assert [ran.count(name) for name in STEP] == [2, 1, 1, 1]
+    for number, one in enumerate(wanted):
+        each = np.concatenate([of_step[number] for of_step in got])
+        np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
 
 
 def bytes_of(server: TorchServer) -> list[torch.Tensor]:

@@ -6,17 +6,26 @@ computed on the device, and shapes depend on no value.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 
 import kvjax
 from kvjax import KVCacheDType, KVCacheValueError
-from kvjax.ops.options import MAX_WINDOW, WINDOW_BLOCK_SIZE, as_bool, as_limits, as_window, num_reached_blocks
+from kvjax.ops.options import (
+    MAX_WINDOW,
+    WINDOW_BLOCK_SIZE,
+    WindowSpans,
+    as_bool,
+    as_limits,
+    as_window,
+    num_reached_blocks,
+)
 from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
 from kvjax_torch.arguments.dtypes import dtype_name
-from kvjax_torch.arguments.plan import Encoding, ReadTensors, RingTensors, SoftmaxOptions, WriteTensors
+from kvjax_torch.arguments.plan import Encoding, RaggedPlan, ReadTensors, RingTensors, SoftmaxOptions, WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.arguments.writes import write_plan
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
@@ -115,6 +124,7 @@ def exact_window_attention(
     scales = as_tensors(k_scale, v_scale, key_cache)
     check_tensors(**({} if sinks is None else {"sinks": sinks}))
     given = {"key_cache": key_cache, "value_cache": value_cache, "k_scale": scales[0], "v_scale": scales[1]}
+    given_sinks = () if sinks is None else (sinks,)
     refuse_gradient("exact_window_attention", **given, **({} if sinks is None else {"sinks": sinks}))
     _check_tokens(exact_window, query, key, value)
     limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
@@ -128,16 +138,19 @@ def exact_window_attention(
     window = as_window(sliding_window)
     softmax = SoftmaxOptions(sm_scale, window, logits_soft_cap, sinks, batch_invariant)
     nothing = torch.zeros_like(step.lens)
+    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
     of_pages = ReadTensors(key_cache, value_cache, block_table, nothing, *scales)
     one = as_tensors(*MODEL_DTYPE[1:], key_cache)
-    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, step.ring_table(1), nothing, *one)
+    table = step.ring_table(longest).int()
+    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, table, nothing, *one)
+    plans = []
     # Before the ring is written.
     for read, encoding, in_fp8 in (
         (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), query_quantization),
         (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
-        plan = ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits), in_fp8)
-        check_sizes(exact_window, plan.attention.cache.spec)
+        plans.append(ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits), in_fp8))
+        check_sizes(exact_window, plans[-1].attention.cache.spec)
     to_pages = None
     if slot_mapping is not None:
         written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, *scales)
@@ -148,41 +161,64 @@ def exact_window_attention(
         if to_pages is not None:
             to_pages.run()
         return ragged_paged_attention(*over_pages, seq_lens, cu_q_lens, *stored_as, sinks=sinks, **options)
-    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
+    spans = WindowSpans.of(window, size)
+    far_lens = (step.lens - size).clamp(min=0).int()  # a query whose limit is below 0 sees nothing
+    near_lens = (step.lens - step.first_block * WINDOW_BLOCK_SIZE).int()
+    if spans.reaches_pages and launches_kernels(query, key, value, *of_pages, *of_ring, cu_q_lens, *given_sinks):
+        both = windows.BothCaches(
+            _plans(plans[0], plans[1], spans),
+            query,
+            (of_pages._replace(seq_lens=far_lens), of_ring._replace(seq_lens=near_lens)),
+            cu_q_lens,
+            step.q_lens,
+            sinks,
+        )
+        if parts := windows.parts_of(both):
+            recent, table = _write_step(step, (key, value), table, longest, to_pages)
+            results = windows.attend(both.over(*recent, table), parts)
+            outs, lses = zip(*results, strict=True)
+            return merge_attention_states(outs, lses)[0] if len(outs) > 1 else outs[0]
     if to_pages is not None:
-        recent, table = _write_step(step, key, value, longest, to_pages)
-    parts = []
-    if window is None or window > size:
-        parts.append(
+        recent, table = _write_step(step, (key, value), table, longest, to_pages)
+    others = []
+    if spans.reaches_pages:
+        others.append(
             ragged_paged_attention(
                 *over_pages,
-                (step.lens - size).clamp(min=0).int(),  # a query whose limit is below 0 sees nothing
+                far_lens,
                 cu_q_lens,
                 *stored_as,
                 v_scale_layout=v_scale_layout,
-                sliding_window=None if window is None else window - size,
+                sliding_window=spans.far,
                 return_lse=True,
                 query_quantization=query_quantization,
                 **options,
             )
         )
     if to_pages is None:  # after a call that may be refused
-        recent, table = _write_step(step, key, value, longest)
+        recent, table = _write_step(step, (key, value), table, longest)
     near = ragged_paged_attention(
         query,
         recent[0],
         recent[1],
-        table.int(),
-        (step.lens - step.first_block * WINDOW_BLOCK_SIZE).int(),
+        table,
+        near_lens,
         cu_q_lens,
         *MODEL_DTYPE,
-        sliding_window=size if window is None else min(window, size),
+        sliding_window=spans.near,
         sinks=sinks,
         return_lse=True,
         **options,
     )
-    outs, lses = zip(near, *parts, strict=True)
-    return merge_attention_states(outs, lses)[0] if parts else near[0]
+    outs, lses = zip(near, *others, strict=True)
+    return merge_attention_states(outs, lses)[0] if others else near[0]
+
+
+def _plans(pages: RaggedPlan, ring: RaggedPlan, spans: WindowSpans) -> tuple[RaggedPlan, RaggedPlan]:
+    """The plans of the calls over pages and over the ring, for those of the whole window; the ring has the sinks."""
+    of_pages = dataclasses.replace(pages.attention, window=spans.far, has_sinks=False)
+    of_ring = dataclasses.replace(ring.attention, window=spans.near)
+    return dataclasses.replace(pages, attention=of_pages), dataclasses.replace(ring, attention=of_ring)
 
 
 def write_exact_window(
@@ -227,20 +263,24 @@ class _PagesWrite(NamedTuple):
 
 
 def _write_step(
-    step: _StepTensors, key: torch.Tensor, value: torch.Tensor, longest: int, to_pages: _PagesWrite | None = None
+    step: _StepTensors,
+    new: tuple[torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    longest: int,
+    to_pages: _PagesWrite | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Writes a step's tokens, at most `longest` of a sequence; returns where its queries see them, and a block table.
+    """Writes a step's keys and values, at most `longest` of a sequence; returns where its queries see them, by a table.
 
-    That is the ring, or a copy of rows with room for the step.
+    That is the ring, whose block table is `table`, or a copy of rows with room for the step.
     """
     window = step.window
     if longest <= window.max_q_len:
-        _update_ring(window, step.given, (key, value), longest, to_pages)
-        return (window.key_cache, window.value_cache), step.ring_table(longest)
-    recent, table, slots = _with_room(window, step, len(key), longest)
-    write_recent(key, value, recent, slots)
-    _update_ring(window, step.given, (key, value), longest, to_pages)
-    return recent, table
+        _update_ring(window, step.given, new, longest, to_pages)
+        return (window.key_cache, window.value_cache), table
+    recent, table, slots = _with_room(window, step, len(new[0]), longest)
+    write_recent(*new, recent, slots)
+    _update_ring(window, step.given, new, longest, to_pages)
+    return recent, table.int()
 
 
 def _update_ring(

@@ -13,6 +13,8 @@ The names exported here are for launchers that pass addresses instead of JAX arr
 from kvjax.kernels.attention.any_batch import AnyBatch as AnyBatch
 from kvjax.kernels.attention.any_batch import BatchKind as BatchKind
 from kvjax.kernels.attention.any_batch import any_batch as attention_kernels
+from kvjax.kernels.attention.any_joint import JointBatch as JointBatch
+from kvjax.kernels.attention.any_joint import joint_batch as joint_attention_kernels
 from kvjax.kernels.attention.choice import BATCHES as ATTENTION_BATCHES
 from kvjax.kernels.attention.choice import passes as attention_passes
 from kvjax.kernels.attention.problem import Softmax as Softmax
@@ -72,6 +74,7 @@ __all__ = [
     "AnyCount",
     "BatchKind",
     "HeadRows",
+    "JointBatch",
     "PageMemory",
     "PageRegion",
     "PromptKind",
@@ -88,6 +91,7 @@ __all__ = [
     "attention_kernels",
     "attention_passes",
     "gather_kernel",
+    "joint_attention_kernels",
     "mla_kernels",
     "mla_operand_dtypes",
     "packed",

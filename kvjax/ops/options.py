@@ -172,6 +172,25 @@ def window_blocks(size: object, max_q_len: object) -> int:
     return -(-(tokens - 1) // WINDOW_BLOCK_SIZE)
 
 
+class WindowSpans(NamedTuple):
+    """How a sliding window is divided beside an exact window.
+
+    Attributes:
+      near: tokens that a query sees in the ring, at most.
+      far: tokens that it sees in the pages, at most; None for all.
+      reaches_pages: whether it sees any there.
+    """
+
+    near: Any
+    far: Any
+    reaches_pages: Any
+
+    @classmethod
+    def of(cls, window: int | None, size: int) -> WindowSpans:
+        """Those of a sliding window, None for all tokens, and an exact one of `size` tokens."""
+        return cls(size, None, True) if window is None else cls(min(window, size), window - size, window > size)
+
+
 def num_reached_blocks(window: int | None, max_q_len: int, max_blocks: int, block_size: int) -> int:
     """Returns how many blocks the rows of a sequence reach, at any offset in the first one."""
     if window is None:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
-from kvjax.kernels import prompts as prompt_kernels
-from kvjax.kernels.target import current
-from kvjax.ops import prompt_kernel, prompts, select
+from kvjax.ops import prompts, select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
     INPUT_DTYPES,
@@ -33,18 +29,17 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.attention import (
     AttentionOptions,
-    as_read,
     attended,
-    attention_mosaic,
     invariant_batch,
     own_query_sequences,
     why_no_kernels,
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer
-from kvjax.ops.options import Buckets, Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
-from kvjax.ops.route import Query, check_query_quantization, route
+from kvjax.ops.options import Given, Limits, as_bool, as_limits, as_sm_scale, as_soft_cap, buckets
+from kvjax.ops.ragged_kernels import StaticOptions, StepRows, as_read_of_step, decode_rows, with_prompts
+from kvjax.ops.route import Query, check_query_quantization
 from kvjax.ops.softmax import InFp8, attend_pages
-from kvjax.ops.trees import as_tree_mask, packed_words, words_of_rows
+from kvjax.ops.trees import as_tree_mask, words_of_rows
 from kvjax.ops.value_checks import check_query_lens, is_checked
 from kvjax.partition import Signature
 
@@ -194,6 +189,18 @@ def ragged_paged_attention(
     )
 
 
+class Prepared(NamedTuple):
+    """A checked call.
+
+    Attributes:
+      arrays: those that an implementation takes after the cache and the query.
+      options: its options.
+    """
+
+    arrays: tuple[jax.Array | None, ...]
+    options: StaticOptions
+
+
 def attend_ragged(
     operation: str,
     cache: KVCache,
@@ -208,13 +215,36 @@ def attend_ragged(
     `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read, `others` the
     checked sinks and the tree mask; `limits` are checked.
     """
+    return_lse = as_bool("return_lse", given.return_lse)
+    call = prepared(cache, query, read, others, given, limits)
+    serve = select.choose(operation, given.implementation, _candidates(call.options.query), cache)
+    out, lse = of_all_shares(*serve(cache, query, *call.arrays, options=call.options))
+    return (out, lse) if return_lse else out
+
+
+def of_all_shares(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of all shares of a cache's blocks.
+
+    A row's sequence is in one share; in the others the row attends to nothing.
+    """
+    return (out[0], lse[0]) if out.shape[0] == 1 else (jnp.sum(out, axis=0), jnp.max(lse, axis=0))
+
+
+def prepared(
+    cache: KVCache,
+    query: jax.Array,
+    read: tuple[ArrayLike, ArrayLike, ArrayLike, Stored],
+    others: tuple[jax.Array | None, ArrayLike | None],
+    given: Given,
+    limits: Limits,
+) -> Prepared:
+    """Checks a call; its arguments are those of `attend_ragged`."""
     (block_table, seq_lens, cu_q_lens, stored), (sinks, tree_mask) = read, others
     num_tokens = query.shape[0]
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_q_lens", cu_q_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
     batch_invariant = as_bool("batch_invariant", given.batch_invariant)
-    return_lse = as_bool("return_lse", given.return_lse)
     mask = None
     if tree_mask is not None:
         mask = as_tree_mask(tree_mask, num_seqs, ("decode_q_len", limits.decode_q_len))
@@ -232,61 +262,28 @@ def attend_ragged(
     if mask is not None and decode:
         restricts = window if window_array is None else window_array
         tree = words_of_rows(mask[:, :decode, :decode], bounds[:-1], bounds[1:], num_tokens, restricts)
-    # As `_ragged_mosaic` packs rows: with a window, each row is a sequence.
-    decode_rows = (num_seqs, decode) if window is None or tree is not None else (num_seqs * decode, 1)
+    # As `decode_rows` packs rows: with a window, each row is a sequence.
+    decode_shape = (num_seqs, decode) if window is None or tree is not None else (num_seqs * decode, 1)
     batch = None
     if batch_invariant:
-        batch = invariant_batch(cache, (*decode_rows, *query.shape[1:]), np.shape(block_table)[1])
-    rows = decode_rows[1] * query.shape[1] if cache.spec.is_mla else None
+        batch = invariant_batch(cache, (*decode_shape, *query.shape[1:]), np.shape(block_table)[1])
+    rows = decode_shape[1] * query.shape[1] if cache.spec.is_mla else None
     asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch, rows)
     query_quantization = check_query_quantization(given.query_quantization, cache.spec, asked)
     asked = asked._replace(query_quantization=query_quantization)
-    serve = select.choose(operation, given.implementation, _candidates(asked), cache)
-    attended, lse = serve(
-        cache,
-        query,
-        *sequences[:2],
-        bounds[:-1],
-        bounds[1:],
-        *sequences[2:],
-        sinks,
-        tree,
-        window_array,
-        options=StaticOptions(
-            sizes,
-            kernel.Softmax(
-                sm_scale=given.sm_scale,
-                window=window,
-                logits_soft_cap=as_soft_cap(given.logits_soft_cap),
-                batch_invariant=batch_invariant,
-                tree_tokens=None if tree is None else decode,
-                query_quantization=query_quantization,
-            ),
-            asked,
-        ),
+    softmax = kernel.Softmax(
+        sm_scale=given.sm_scale,
+        window=window,
+        logits_soft_cap=as_soft_cap(given.logits_soft_cap),
+        batch_invariant=batch_invariant,
+        tree_tokens=None if tree is None else decode,
+        query_quantization=query_quantization,
     )
-    # One result per share of the blocks. A row's sequence is in one share; in the others the row attends to nothing.
-    attended, lse = (
-        (attended[0], lse[0]) if attended.shape[0] == 1 else (jnp.sum(attended, axis=0), jnp.max(lse, axis=0))
-    )
-    return (attended, lse) if return_lse else attended
+    arrays = *sequences[:2], bounds[:-1], bounds[1:], *sequences[2:], sinks, tree, window_array
+    return Prepared(arrays, StaticOptions(sizes, softmax, asked))
 
 
-class StaticOptions(NamedTuple):
-    """The static part of a call.
-
-    Attributes:
-      limits: sizes that the program is compiled for; in XLA no result depends on them.
-      softmax: as in `paged_attention`'s implementations.
-      query: what decides which kernels serve the call.
-    """
-
-    limits: Buckets
-    softmax: kernel.Softmax
-    query: Query
-
-
-def _ragged_xla(
+def ragged_xla(
     cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: StaticOptions
 ) -> tuple[jax.Array, jax.Array]:
     """Attends in XLA. The reference for every implementation's arguments, results and numerics.
@@ -304,7 +301,7 @@ def _ragged_xla(
       `[1, num_tokens, num_heads, head_size_v]` of the query's dtype and float32 `[1, num_tokens, num_heads]`. The first
       dimension is that of the shares of the cache's blocks.
     """
-    read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
+    read, q_starts, q_ends, softmax = as_read_of_step(arrays, options.softmax)
     nothing = prompts.of_no_tokens(query, read.sinks, cache.spec.head_size_v)
     if not query.size or not len(read.block_table):
         return nothing[0][None], nothing[1][None]
@@ -329,104 +326,21 @@ def _ragged_xla(
     return out[None], lse[None]
 
 
-def _as_read(
-    arrays: Sequence[Any], softmax: kernel.Softmax
-) -> tuple[kernel.ReadArrays, jax.Array, jax.Array, kernel.Softmax]:
-    """Returns the arrays of an implementation without the rows of sequences, these, and the options."""
-    block_table, seq_lens, q_starts, q_ends, *others = arrays
-    read, softmax = as_read((block_table, seq_lens, *others), softmax)
-    return read, q_starts, q_ends, softmax
-
-
 def _ragged_mosaic(
     cache: KVCache, query: jax.Array, *arrays: jax.Array | None, options: StaticOptions
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with the decode kernel for short sequences and with `prompts` for the others.
-
-    Returns what `_ragged_xla` does. Shapes are static; the device computes which path serves a sequence. On the decode
-    path, a sequence of the other path has length 0.
-    """
-    read, q_starts, q_ends, softmax = _as_read(arrays, options.softmax)
-    block_table, seq_lens, layer, k_scale, v_scale, sinks, _ = read
-    max_q_len, max_prompts, decode_q_len = options.limits
-    num_tokens, num_seqs = query.shape[0], block_table.shape[0]
-    if not query.size or not block_table.size:
-        return _ragged_xla(cache, query, *arrays, options=options)
-    q_lens = jnp.maximum(q_ends - q_starts, 0)
-    is_short = q_lens <= decode_q_len
-    rows = prompts.RowSequences.of(num_tokens, q_starts, q_ends)
-    from_end = q_ends[rows.seq] - jnp.arange(num_tokens)
-
-    source, decoded = jnp.full(num_tokens, -1, jnp.int32), None
-    short = prompts.of_no_tokens(query, sinks, cache.spec.head_size_v)
-    if decode_q_len:
-        of_short = read._replace(seq_lens=jnp.where(is_short, seq_lens, 0))
-        decoded = _decode(cache, query, of_short, q_lens, q_ends, decode_q_len, softmax)
-        index = rows.seq * decode_q_len + decode_q_len - from_end
-        source = jnp.where(rows.is_any & is_short[rows.seq], index, source)
-        short = prompts.where_rows(source >= 0, decoded, source, short)
-    if not max_prompts:
-        return short[0][None], short[1][None]
-
-    (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
-    cache, block_table = in_one_layer(cache, layer, block_table)
-    sequences = prompts.LayerSequences(
-        block_table.at[chosen].get(mode="fill", fill_value=-1),
-        jnp.maximum(seq_lens, 0).at[chosen].get(mode="fill", fill_value=0),
-        q_ends.at[chosen].get(mode="fill", fill_value=0),
-        q_lens.at[chosen].get(mode="fill", fill_value=0),
-    )
-    chosen_route = route(cache.spec, options.query, current())
-    long = prompts.Prompts(cache, query, sequences, max_q_len, k_scale, v_scale, sinks, dtype=chosen_route.dense_dtype)
-    rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - from_end
-    is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts) & (row < max_q_len)
-    if chosen_route.why_no_prompt_kernel is None:
-        launch = prompt_kernel.Launch.of(long, softmax)
-        if not launch.reads_results:
-            source = jnp.where(is_long, prompt_kernels.LEFT, source)
-        result = jax.ShapeDtypeStruct(short[0].shape, short[0].dtype)
-        out, lse = prompt_kernel.attend(launch, prompt_kernels.join(source, decoded, sinks, result))
-        return out[None], lse[None]
-    found = prompts.attend(long, softmax)
-    out, lse = prompts.where_rows(is_long, [lax.collapse(x, 0, 2) for x in found], rank * max_q_len + row, short)
+    """Attends with the kernels; returns what `ragged_xla` does."""
+    read, q_starts, q_ends, softmax = as_read_of_step(arrays, options.softmax)
+    if not query.size or not read.block_table.size:
+        return ragged_xla(cache, query, *arrays, options=options)
+    step = StepRows.of(len(query), q_starts, q_ends, options.limits.decode_q_len)
+    decoded = decode_rows(cache, query, read, step, softmax) if step.decode_q_len else None
+    out, lse = with_prompts(cache, query, read, step, decoded, options)
     return out[None], lse[None]
 
 
-def _decode(
-    cache: KVCache,
-    query: jax.Array,
-    read: kernel.ReadArrays,
-    q_lens: jax.Array,
-    q_ends: jax.Array,
-    decode_q_len: int,
-    softmax: kernel.Softmax,
-) -> tuple[jax.Array, jax.Array]:
-    """Attends with the last `decode_q_len` rows of each sequence.
-
-    Returns `[num_seqs * decode_q_len, num_heads, head_size_v]` and
-    the log-sum-exp; both are undefined for rows that a sequence does not have.
-    """
-    from_last = jnp.arange(-decode_q_len, 0)[None, :]
-    is_row = q_lens[:, None] + from_last >= 0
-    own = read._replace(seq_lens=jnp.where(q_lens > 0, read.seq_lens, 0))
-    index = jnp.clip(q_ends[:, None] + from_last, 0, query.shape[0] - 1)
-    packed = query[index]
-    # Rows of other sequences would affect the rounding of this one's.
-    packed = jnp.where(is_row[..., None, None], packed, jnp.zeros((), packed.dtype))
-    if read.tree is not None:
-        own = own._replace(tree=packed_words(read.tree, index, is_row))
-    if softmax.window is None or decode_q_len == 1 or read.tree is not None:
-        out, lse = attention_mosaic(cache, packed, *own, None, softmax=softmax)
-    else:
-        # A padding row would reach further back than the sequence's own rows, to tokens that may be NaN.
-        lens = jnp.where(is_row, own.seq_lens[:, None] + 1 + from_last, 0)
-        own = own._replace(block_table=jnp.repeat(own.block_table, decode_q_len, axis=0), seq_lens=lens.reshape(-1))
-        out, lse = attention_mosaic(cache, packed.reshape(-1, 1, *query.shape[1:]), *own, None, softmax=softmax)
-    return lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
-
-
 def _attended(*args: Any, **static: Any) -> Any:
-    """Returns the types of `_ragged_xla`'s results."""
+    """Returns the types of `ragged_xla`'s results."""
     return tuple(jax.ShapeDtypeStruct((1, *result.shape), result.dtype) for result in attended(*args, **static))
 
 
@@ -436,7 +350,7 @@ def _candidates(query: Query) -> select.Candidates:
     names = "query", "block_table", "seq_lens", "q_starts", "q_ends", *kernel.ReadArrays._fields[2:]
     return select.Candidates(
         parameters=("cache", *names, "sliding_window"),
-        xla=_ragged_xla,
+        xla=ragged_xla,
         mosaic=_ragged_mosaic,
         results=_attended,
         why_not_mosaic=functools.partial(why_no_kernels, query),

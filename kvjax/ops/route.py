@@ -7,6 +7,7 @@ values. From JAX, XLA serves the whole call where the decode kernel cannot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,6 +70,15 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
     return Route(decode, prompt, decode or prompts, dense)
+
+
+def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], target: Target | None) -> str | None:
+    """Returns why kernels cannot serve a call over pages and a ring at once, each with its spec and query.
+
+    None if they can: where they serve the calls over either by itself.
+    """
+    reasons = (route(spec, query, target).why_no_kernels for spec, query in zip(specs, queries, strict=True))
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -79,7 +79,7 @@ def write_with_ring(
     Raises: as `reshape_and_cache_flash`.
     """
     pages, ring = local_view(cache), local_view(update.ring)
-    if (dims := _shared_division(pages, ring)) is None:
+    if (dims := shared_division(pages, ring)) is None:
         return None
     tokens = as_tokens(pages, given)
     serve = select.choose("reshape_and_cache_flash", implementation, _with_ring(dims), pages)
@@ -92,12 +92,16 @@ def write_with_ring(
     return dataclasses.replace(cache, kv=kv), dataclasses.replace(update.ring, kv=ring_kv)
 
 
-def _shared_division(pages: KVCache, ring: KVCache) -> str | None:
+def shared_division(pages: KVCache, ring: KVCache) -> str | None:
     """Returns how a ring is divided, in the terms of `Signature`; None if not as the heads of the pages are."""
     if pages.sharding is None or ring.sharding is None:
         return "" if pages.sharding is ring.sharding else None
     of_pages, of_ring = (partition_of(one.spec, one.sharding, one.num_layers) for one in (pages, ring))
-    return of_ring.dims(ring.spec) if of_ring == dataclasses.replace(of_pages, blocks=()) else None
+    return (
+        of_ring.dims(ring.spec)
+        if of_ring == dataclasses.replace(of_pages, blocks=(), num_layers=of_ring.num_layers)
+        else None
+    )
 
 
 def _ring_of(ring: KVCache, sequences: tuple[jax.Array, ...], blocks_per_row: int, longest: int) -> kernel.WindowRing:

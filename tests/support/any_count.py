@@ -26,6 +26,8 @@ KINDS = (
     "gather",
     "decode",
     "merge",
+    "decode with a ring",
+    "merge with a ring",
     "decode latents",
 )
 """Of `all_kinds`, which takes a while."""
@@ -130,6 +132,12 @@ def all_kinds() -> dict[str, AnyCount]:
     """A kernel of each of `KINDS`."""
     per_token = simple_spec(KVCacheDType.INT8_PER_TOKEN_HEAD, num_kv_heads=8, head_size=128, block_size=16)
     decode, merge, _ = attention_kernels(SPEC, window=100, logits_soft_cap=30.0, has_sinks=True).of(4, 64)
+    spec = ring_kind().spec
+    kinds = (
+        kernels.BatchKind(each, page_memory(each), BFLOAT16, 32, 2, (1, 1), kernels.Softmax(0.125, window), sinks)
+        for each, window, sinks in ((SPEC, None, True), (spec, 64, False))
+    )
+    decode_both, merge_both, _ = kernels.joint_attention_kernels(*kinds, kernels.Target()).of(4, 64, 5)
     return {
         "write": write_kernel(SPEC),
         "write of scales": write_kernel(per_token),
@@ -139,5 +147,7 @@ def all_kinds() -> dict[str, AnyCount]:
         "gather": gather_kernel(SPEC),
         "decode": decode,
         "merge": merge,
+        "decode with a ring": decode_both,
+        "merge with a ring": merge_both,
         "decode latents": attention_kernels(LATENTS, group=16, one_memory=True).of(4, 64)[0],
     }

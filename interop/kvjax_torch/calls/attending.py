@@ -148,14 +148,127 @@ def attention_calls(
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def joint_kernels(
+    plans: tuple[AttentionPlan, AttentionPlan],
+    places: tuple[PagePlaces, PagePlaces],
+    device: torch.device,
+    num_seqs: int,
+    blocks: tuple[int, int],
+) -> AttentionKernels:
+    """The kernels of a call of one part over pages and a ring, in this order; as `attention_kernels`."""
+    decode, merge, workspace = _joint_kernels(plans, places, choosing.target_of(device)).of(num_seqs, *blocks)
+    partial, partial_lse, spans = (array.size for array in workspace)
+    return AttentionKernels(decode, merge, (partial, partial_lse, spans))
+
+
+def joint_places(
+    plans: tuple[AttentionPlan, AttentionPlan], tensors: tuple[ReadTensors, ReadTensors]
+) -> tuple[PagePlaces, PagePlaces]:
+    """Where the pages of both caches are."""
+    return page_places(plans[0].cache, tensors[0]), page_places(plans[1].cache, tensors[1])
+
+
+def table_blocks(
+    plans: tuple[AttentionPlan, AttentionPlan], tensors: tuple[ReadTensors, ReadTensors]
+) -> tuple[int, int]:
+    """The entries of both block tables that lengths can reach."""
+    pages, ring = (
+        choosing.most_blocks(plan.cache.spec, each.block_table.shape[1])
+        for plan, each in zip(plans, tensors, strict=True)
+    )
+    return pages, ring
+
+
+def joint_parts(
+    plans: tuple[AttentionPlan, AttentionPlan], num_seqs: int, tensors: tuple[ReadTensors, ReadTensors]
+) -> list[tuple[AttentionPart, AttentionPart]]:
+    """The parts of a call over pages and a ring, in the order they run; none if no kernel reads both."""
+    pairs = list(zip(plans, tensors, strict=True))
+    if not all(has_attention(plan, num_seqs, each) for plan, each in pairs):
+        return []
+    of_pages, of_ring = (attention_parts(plan, each.key_cache.device) for plan, each in pairs)
+    if not (of_pages and of_ring):
+        return []
+    parts, target = list(zip(of_pages, of_ring, strict=True)), choosing.target_of(tensors[0].key_cache.device)
+    for pages, ring in parts:
+        own = pages.plan, ring.plan
+        if not _has_workspace(own, joint_places(own, tensors), target, num_seqs, table_blocks(own, tensors)):
+            return []
+    return parts
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_workspace(
+    plans: tuple[AttentionPlan, AttentionPlan],
+    places: tuple[PagePlaces, PagePlaces],
+    target: kernels.Target,
+    num_seqs: int,
+    blocks: tuple[int, int],
+) -> bool:
+    """Whether int32 indexes the workspace of a call over pages and a ring."""
+    return _joint_kernels(plans, places, target).why_not(num_seqs, *blocks) is None
+
+
+def joint_calls(
+    plans: tuple[AttentionPlan, AttentionPlan],
+    query: torch.Tensor,
+    tensors: tuple[ReadTensors, ReadTensors],
+    q_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> tuple[Call, Call]:
+    """The two kernel calls, in order, of a call of one part over pages and a ring; as `attention_calls`.
+
+    `q_lens` are of each sequence its query tokens, integers `[num_seqs]`: the last of the query's.
+    """
+    pages, ring = tensors
+    num_seqs, spec = pages.block_table.shape[0], plans[0].cache.spec
+    blocks = table_blocks(plans, tensors)
+    places = joint_places(plans, tensors)
+    decode, merge, workspace = joint_kernels(plans, places, pages.key_cache.device, num_seqs, blocks)
+    query = _query(query)
+    of_each = [choosing.table(each.block_table, each.num_blocks) for each in tensors]
+    lens = [choosing.int32(each.seq_lens, 0, choosing.INT32_MAX) for each in tensors]
+    out = query.new_empty((*query.shape[:3], spec.head_size_v))
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
+    between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
+    scales = scale_arrays(plans[0].cache, plans[0].cache.scale_tensors(pages))
+    of_pages = lens[0], of_each[0][0], query, pages.key_cache, pages.value_cache, *scales
+    rows = (choosing.int32(q_lens, 0, choosing.INT32_MAX),) if query.shape[1] > 1 else ()
+    of_ring = lens[1], of_each[1][0], ring.key_cache, ring.value_cache, *rows
+    numbers = [min(each.num_blocks, choosing.INT32_MAX) for each in tensors]
+    own_counts = num_seqs, blocks[0], numbers[0], of_each[0][1], *_token_strides(query)
+    counts = *own_counts, blocks[1], numbers[1], of_each[1][1]
+    sink = () if sinks is None else (sinks.contiguous(),)
+    return (
+        Call(decode, counts, (*of_pages, *of_ring, *between), num_seqs),
+        Call(merge, (num_seqs, *blocks), (*lens, *sink, *between, out, lse), num_seqs),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _joint_kernels(
+    plans: tuple[AttentionPlan, AttentionPlan], places: tuple[PagePlaces, PagePlaces], target: kernels.Target
+) -> kernels.JointBatch:
+    pages, ring = (_kind(plan, each) for plan, each in zip(plans, places, strict=True))
+    return kernels.joint_attention_kernels(pages, ring, target)
+
+
 @functools.lru_cache(maxsize=1024)
 def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.Target) -> kernels.AnyBatch:
+    kind = _kind(plan, places)
+    return (kernels.mla_kernels if kind.spec.is_mla else kernels.attention_kernels)(kind, target)
+
+
+def _kind(plan: AttentionPlan, places: PagePlaces) -> kernels.BatchKind:
+    """What the kernels of a plan are compiled for, over pages at these places."""
     keys, *others = page_memory(plan.cache, places.alignments)
     values = others[0] if others else keys
     if (start := places.value_start) is not None:  # from the pages of keys on
         regions = tuple(dataclasses.replace(region, base=start + region.base) for region in values.regions)
         values = dataclasses.replace(keys, regions=regions)
-    kind = kernels.BatchKind(
+    return kernels.BatchKind(
         plan.cache.spec,
         (keys, values),
         numpy_dtype(plan.dtype),
@@ -174,7 +287,6 @@ def _attention_kernels(plan: AttentionPlan, places: PagePlaces, target: kernels.
         joined_query=plan.cache.spec.is_mla,
         tree=plan.tree,
     )
-    return (kernels.mla_kernels if kind.spec.is_mla else kernels.attention_kernels)(kind, target)
 
 
 def _rows(key_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

@@ -38,59 +38,133 @@ def attend(
         does not serve; or int32 does not index the packed rows of sequences that decode.
     """
     attention = plan.attention
+    if (reason := why_refused(plan, query, tensors)) is not None:
+        raise UnsupportedError(reason)
+    if attention.batch_invariant and attention.q_len:  # raises before anything is written
+        reads.parts_of(attention, tensors.seq_lens.shape[0], tensors)
+    out, lse = results_of(plan, query, out)
+    if not (query.numel() and tensors.block_table.numel()):
+        see_nothing(out, lse, sinks)
+        return out, lse
+    call = RaggedCall.of(plan, attention, query, tensors, cu_q_lens, sinks, (out, lse))
+    schedule = call.schedule()
+    if schedule.packed is not None:
+        call.place(schedule.packed, _decode(attention, call.step, schedule.packed, tree))
+    call.attend_with_prompts(schedule)
+    return out, lse
+
+
+def results_of(
+    plan: RaggedPlan, query: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the results of a call, unless `out` is that of the first."""
+    num_tokens, num_heads, _ = query.shape
+    out = query.new_empty((num_tokens, num_heads, plan.attention.cache.spec.head_size_v)) if out is None else out
+    return out, query.new_empty((num_tokens, num_heads), dtype=torch.float32)
+
+
+def why_refused(plan: RaggedPlan, query: torch.Tensor, tensors: ReadTensors) -> str | None:
+    """Why a call is refused, before anything is written; None if it is served."""
+    attention, spec = plan.attention, plan.attention.cache.spec
     served = attending.route_of(attention, query.device, plan.query_quantization)
-    by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
-    if attention.batch_invariant and plan.max_prompts and not by_kernels:
-        raise UnsupportedError(
+    lacks_kernel = plan.max_prompts > 0 and served.why_no_prompt_kernel is not None
+    if attention.batch_invariant and lacks_kernel:
+        return (
             f"got batch_invariant=True and room for {plan.max_prompts} sequences of more than"
             f" decode_q_len={attention.q_len} query tokens, which no kernel serves; expected max_prompts=0, or CPU"
             " tensors"
         )
-    if plan.query_quantization and plan.max_prompts and not by_kernels:
-        raise UnsupportedError(
+    if plan.query_quantization and lacks_kernel:
+        return (
             f"query_quantization needs the prompt kernel: {served.why_no_prompt_kernel}; got room for"
             f" {plan.max_prompts} sequences of more than decode_q_len={attention.q_len} query tokens, expected"
             " max_prompts=0, or CPU tensors"
         )
-    if attention.batch_invariant and attention.q_len:  # raises before anything is written
-        reads.parts_of(attention, tensors.seq_lens.shape[0], tensors)
-    num_tokens, num_heads, _ = query.shape
-    out = query.new_empty((num_tokens, num_heads, attention.cache.spec.head_size_v)) if out is None else out
-    lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    if not (query.numel() and tensors.block_table.numel()):
-        _see_nothing(out, lse, sinks)
-        return out, lse
-    spec = attention.cache.spec
+    num_heads = query.shape[1]
     packed_size = tensors.seq_lens.shape[0] * attention.q_len * num_heads * max(spec.head_size, spec.head_size_v)
-    if packed_size > choosing.INT32_MAX:
-        raise UnsupportedError(
+    if query.numel() and tensors.block_table.numel() and packed_size > choosing.INT32_MAX:
+        return (
             f"got {tensors.seq_lens.shape[0]} sequences, each padded to {attention.q_len} query tokens of {num_heads}"
             f" heads: {packed_size} elements, expected at most {choosing.INT32_MAX}; pass a smaller max_q_len or"
             " decode_q_len"
         )
-    rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
-    step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, out, lse, tree)
-    of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, tensors, by_kernels))
-    window = of_prompts.attention.window if plan.max_prompts else None
-    step_kernels = ragged_step.kernels_of(attention, window, is_aligned=out.data_ptr() % 4 == 0)
-    lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
-    own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
-    running.compile_once((*step_kernels, *(() if own is None else own.every)), query.device)
-    if lots is not None and lots.splits > 1:
-        _see_nothing(out, lse, sinks)
-    schedule = ragged_step.schedule(plan, step, step_kernels.schedule, 0 if lots is None else lots.num_zeros)
-    if schedule.packed is not None:
-        decoded = _decode(attention, step, schedule.packed)
-        ragged_step.place(step, step_kernels.place, schedule.packed.places, *decoded)
-    dtype = torch_dtype(served.dense_dtype)
-    if lots is not None and own is not None:
-        prompt_kernels.attend(of_prompts, step, schedule, lots, own, dtype)
-    elif plan.max_prompts:
-        prompts.attend(of_prompts, step, step_kernels.place, dtype)
-    return out, lse
+    return None
 
 
-def _see_nothing(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class RaggedCall:
+    """A call, and what serves it.
+
+    Attributes:
+      plan: of the call, and of how rows that decode are packed.
+      of_prompts: the plan of prompts.
+      step: its arrays and results.
+      step_kernels: those that divide it.
+      lots: of prompts, and `own` the kernels that attend with them; None where torch does.
+      dtype: of gathered keys and values.
+    """
+
+    plan: RaggedPlan
+    of_prompts: RaggedPlan
+    step: RaggedStep
+    step_kernels: ragged_step.StepKernels
+    lots: prompt_kernels.Lots | None
+    own: prompt_kernels.PromptKernels | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        plan: RaggedPlan,
+        decoding: AttentionPlan,
+        query: torch.Tensor,
+        tensors: ReadTensors,
+        cu_q_lens: torch.Tensor,
+        sinks: torch.Tensor | None,
+        results: tuple[torch.Tensor, torch.Tensor],
+    ) -> RaggedCall:
+        """A call that is not refused, whose kernels it compiles; `results` are those of `results_of`."""
+        attention = plan.attention
+        served = attending.route_of(attention, query.device, plan.query_quantization)
+        by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
+        rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
+        step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, *results)
+        of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, step.tensors, by_kernels))
+        window = of_prompts.attention.window if plan.max_prompts else None
+        step_kernels = ragged_step.kernels_of(decoding, window, is_aligned=step.out.data_ptr() % 4 == 0)
+        lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
+        own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
+        running.compile_once((*step_kernels, *(() if own is None else own.every)), step.query.device)
+        if lots is not None and lots.splits > 1:
+            see_nothing(step.out, step.lse, step.sinks)
+        return cls(
+            dataclasses.replace(plan, attention=decoding),
+            of_prompts,
+            step,
+            step_kernels,
+            lots,
+            own,
+            torch_dtype(served.dense_dtype),
+        )
+
+    def schedule(self) -> ragged_step.Schedule:
+        """Divides the step; stores the results of rows that see nothing."""
+        num_zeros = 0 if self.lots is None else self.lots.num_zeros
+        return ragged_step.schedule(self.plan, self.step, self.step_kernels.schedule, num_zeros)
+
+    def place(self, packed: PackedRows, decoded: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Stores the results of packed rows, `[n, num_heads, ...]`."""
+        ragged_step.place(self.step, self.step_kernels.place, packed.places, *decoded)
+
+    def attend_with_prompts(self, schedule: ragged_step.Schedule) -> None:
+        """Stores the results of prompts."""
+        if self.lots is not None and self.own is not None:
+            prompt_kernels.attend(self.of_prompts, self.step, schedule, self.lots, self.own, self.dtype)
+        elif self.plan.max_prompts:
+            prompts.attend(self.of_prompts, self.step, self.step_kernels.place, self.dtype)
+
+
+def see_nothing(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
     """Stores the results of rows that see nothing."""
     out.zero_()
     lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks.expand_as(lse))
@@ -105,11 +179,13 @@ def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> 
     return dataclasses.replace(plan, window=restricting(plan.window, reach), tree=None)
 
 
-def _decode(plan: AttentionPlan, step: RaggedStep, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode(
+    plan: AttentionPlan, step: RaggedStep, packed: PackedRows, tree: TreeRows | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of packed rows: `[n, num_heads, head_size_v]` and float32 `[n, num_heads]`."""
     rows, table = packed.rows, step.tensors.block_table
     if ragged_step.are_alone(plan):
         table, rows = table.repeat_interleave(plan.q_len, dim=0), rows.flatten(0, 1)[:, None]
     tensors = step.tensors._replace(block_table=table, seq_lens=packed.lens)
-    out, lse = reads.attend(ragged_step.decoding_alone(plan), rows, tensors, step.sinks, None, step.tree)
+    out, lse = reads.attend(ragged_step.decoding_alone(plan), rows, tensors, step.sinks, None, tree)
     return out.flatten(0, 1), lse.flatten(0, 1)

@@ -15,7 +15,6 @@ from kvjax import kernels
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.arguments.plan import AttentionPlan, RaggedPlan, ReadTensors
 from kvjax_torch.calls import choosing
-from kvjax_torch.eager.trees import TreeRows
 from kvjax_torch.launch import running
 
 
@@ -61,7 +60,6 @@ class RaggedStep:
       sinks: float32 `[num_heads]`, or None.
       out: `[num_tokens, num_heads, head_size_v]` of the query's dtype, contiguous; results are stored here.
       lse: float32 `[num_tokens, num_heads]`, likewise.
-      tree: what packed rows see of the query tokens, whose last ones are a sequence's; None if they see all.
     """
 
     query: torch.Tensor
@@ -71,7 +69,6 @@ class RaggedStep:
     sinks: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
-    tree: TreeRows | None = None
 
     def table(self) -> tuple[torch.Tensor, int]:
         """The block table as kernels read it, and the entries from a sequence's first to that of the next."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -81,19 +81,45 @@ def attend(
     _compile_parts(parts, tensors)
     if len(parts) == 1:
         return _attend_to_pages(plan, query, tensors, sinks, out, tree)
-    # There are more query rows than one run takes: each takes some of the tokens, or of the heads that share a KV head.
+
+    def attend_part(number: int, rows: torch.Tensor, own_sinks: torch.Tensor | None) -> Results:
+        part, _, tokens = parts[number]
+        own_tree = None if tree is None else tree.of_rows(tokens)
+        own = tensors._replace(seq_lens=lengths_of_part(plan, parts[number], tensors.seq_lens))
+        return _attend_to_pages(part, rows, own, own_sinks, None, own_tree)
+
+    return by_parts(plan, parts, query, sinks, attend_part, out)
+
+
+Results = tuple[torch.Tensor, torch.Tensor]
+"""`[num_seqs, q_len, num_heads, head_size_v]` of the query's dtype, and float32 `[num_seqs, q_len, num_heads]`."""
+
+
+def lengths_of_part(plan: AttentionPlan, part: attending.AttentionPart, lengths: torch.Tensor) -> torch.Tensor:
+    """The lengths, int32, of sequences that end with a part, whose tokens are then their last ones."""
+    return lengths.clamp(0, choosing.INT32_MAX).to(torch.int32) - (plan.q_len - part.tokens.stop)
+
+
+def by_parts(
+    plan: AttentionPlan,
+    parts: Sequence[attending.AttentionPart],
+    query: torch.Tensor,
+    sinks: torch.Tensor | None,
+    attend_part: Callable[[int, torch.Tensor, torch.Tensor | None], Results],
+    out: torch.Tensor | None = None,
+) -> Results:
+    """Attends with more query rows than one run takes: each takes some tokens, or heads that share a KV head.
+
+    `attend_part` is called with the number of a part, its rows and its sinks.
+    """
     spec = plan.cache.spec
     out = query.new_empty((*query.shape[:3], spec.head_size_v)) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     dims = spec.num_kv_heads, plan.num_heads // spec.num_kv_heads
     queries, outs, lses = (x.unflatten(2, dims) for x in (query, out, lse))
-    lengths = tensors.seq_lens.clamp(0, choosing.INT32_MAX).to(torch.int32)
-    for part, heads, tokens in parts:
-        # A part's tokens are the last ones of sequences that end with the part.
-        part_tensors = tensors._replace(seq_lens=lengths - (plan.q_len - tokens.stop))
+    for number, (_, heads, tokens) in enumerate(parts):
         own_sinks = None if sinks is None else sinks.reshape(dims)[:, heads].reshape(-1)
-        rows, own_tree = queries[:, tokens, :, heads].flatten(2, 3), None if tree is None else tree.of_rows(tokens)
-        results = _attend_to_pages(part, rows, part_tensors, own_sinks, None, own_tree)
+        results = attend_part(number, queries[:, tokens, :, heads].flatten(2, 3), own_sinks)
         for whole, result in zip((outs, lses), results, strict=True):
             whole[:, tokens, :, heads] = result.unflatten(2, (spec.num_kv_heads, -1))
     return out, lse

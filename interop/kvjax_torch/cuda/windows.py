@@ -1,12 +1,18 @@
-"""Updates of an exact window's ring on CUDA tensors, by themselves or with the write to pages."""
+"""Updates of an exact window's ring on CUDA tensors, by themselves or with the write to pages; attention over both."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 import torch
 
-from kvjax_torch.arguments.plan import Encoding, RingTensors, WriteTensors
+from kvjax import kernels
+from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors, RingTensors, WriteTensors
 from kvjax_torch.arguments.writes import ring_plan, write_plan
-from kvjax_torch.calls import choosing, writing
+from kvjax_torch.calls import attending, choosing, writing
+from kvjax_torch.cuda import ragged, reads
+from kvjax_torch.cuda.ragged_step import PackedRows
 from kvjax_torch.launch import running
 
 
@@ -28,3 +34,127 @@ def write(tensors: WriteTensors, encoding: Encoding, unique_slots: bool, ring: R
         with choosing.one_at_a_time:
             call = writing.write_call_with_ring(plans, tensors, unique_slots, ring)
         running.run(call)
+
+
+class BothCaches(NamedTuple):
+    """A step that attends over pages and a ring, of other tokens: results of either are those of two calls, merged.
+
+    Attributes:
+      plans: of the calls over pages and over the ring; sinks are those of the latter.
+      query: `[num_tokens, num_heads, head_size]`.
+      tensors: what either reads.
+      cu_q_lens: as in `ragged_paged_attention`.
+      q_lens: integers `[num_seqs]`, query tokens of each sequence.
+      sinks: float32 `[num_heads]`, or None.
+    """
+
+    plans: tuple[RaggedPlan, RaggedPlan]
+    query: torch.Tensor
+    tensors: tuple[ReadTensors, ReadTensors]
+    cu_q_lens: torch.Tensor
+    q_lens: torch.Tensor
+    sinks: torch.Tensor | None
+
+    def over(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> BothCaches:
+        """The same with a copy of the ring's rows, and its block table."""
+        pages, ring = self.tensors
+        return self._replace(tensors=(pages, ring._replace(key_cache=keys, value_cache=values, block_table=table)))
+
+    @property
+    def decoding(self) -> tuple[AttentionPlan, AttentionPlan]:
+        """The plans of sequences that decode."""
+        pages, ring = (plan.attention for plan in self.plans)
+        return dataclasses.replace(pages, has_sinks=ring.has_sinks), ring
+
+
+Parts = list[tuple[attending.AttentionPart, attending.AttentionPart]]
+"""The parts of a call, over pages and over a ring."""
+
+
+def parts_of(both: BothCaches) -> Parts:
+    """What the kernels that read both are called for; nothing if none serves, or if either call is refused."""
+    with_prompts = zip(both.plans, both.tensors, strict=True)
+    if any(ragged.why_refused(plan, both.query, each) is not None for plan, each in with_prompts):
+        return []
+    running.check_capability(both.query.get_device())
+    with choosing.one_at_a_time:
+        return attending.joint_parts(both.decoding, len(both.q_lens), both.tensors)
+
+
+def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Attends with rows that decode by one kernel for both, with those of prompts over the ring and over pages.
+
+    Returns results and log-sum-exps, to be merged: over the ring with those of rows that decode; and if prompts may
+    come, over pages, where other rows see nothing. `parts` are those of `parts_of`, and not empty.
+    """
+    near = _call(both, 1, both.sinks)
+    schedule = near.schedule()
+    if schedule.packed is not None:
+        near.place(schedule.packed, _decode(both, parts, schedule.packed))
+    near.attend_with_prompts(schedule)
+    results = [(near.step.out, near.step.lse)]
+    if near.plan.max_prompts:
+        far = _call(both, 0, None)
+        ragged.see_nothing(far.step.out, far.step.lse, None)
+        far.attend_with_prompts(far.schedule())
+        results.append((far.step.out, far.step.lse))
+    return results
+
+
+def _call(both: BothCaches, number: int, sinks: torch.Tensor | None) -> ragged.RaggedCall:
+    plan = both.plans[number]
+    results = ragged.results_of(plan, both.query)
+    # All rows of a sequence are packed together, whatever the window.
+    packed = dataclasses.replace(plan.attention, window=None)
+    return ragged.RaggedCall.of(plan, packed, both.query, both.tensors[number], both.cu_q_lens, sinks, results)
+
+
+def _decode(both: BothCaches, parts: Parts, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of packed rows: `[n, num_heads, head_size_v]` and float32 `[n, num_heads]`."""
+    plans, sinks = both.decoding, both.sinks
+    pages, ring = both.tensors
+    # A sequence that decodes has tokens in the ring: those of its query.
+    tensors = (
+        pages._replace(seq_lens=torch.where(packed.lens > 0, pages.seq_lens, 0)),
+        ring._replace(seq_lens=packed.lens),
+    )
+    _compile(parts, tensors)
+    if len(parts) == 1:
+        results = _attend_part(plans, packed.rows, tensors, both.q_lens, sinks)
+    else:
+
+        def attend_part(number: int, rows: torch.Tensor, own_sinks: torch.Tensor | None) -> reads.Results:
+            of_pages, of_ring = parts[number]
+            own = [each._replace(seq_lens=reads.lengths_of_part(plans[0], of_pages, each.seq_lens)) for each in tensors]
+            q_lens = (both.q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1])
+            return _attend_part((of_pages.plan, of_ring.plan), rows, (own[0], own[1]), q_lens, own_sinks)
+
+        results = reads.by_parts(plans[0], [part for part, _ in parts], packed.rows, sinks, attend_part)
+    return results[0].flatten(0, 1), results[1].flatten(0, 1)
+
+
+def _compile(parts: Parts, tensors: tuple[ReadTensors, ReadTensors]) -> None:
+    """Compiles the kernels of the parts of a call for batches of every size."""
+    every: list[kernels.AnyCount] = []
+    device = tensors[0].key_cache.device
+    with choosing.one_at_a_time:
+        for of_pages, of_ring in parts:
+            plans = of_pages.plan, of_ring.plan
+            places = attending.joint_places(plans, tensors)
+            for least in kernels.ATTENTION_BATCHES:
+                every += attending.joint_kernels(plans, places, device, least, (1, 1))[:2]
+    running.compile_once(tuple(every), device)
+
+
+def _attend_part(
+    plans: tuple[AttentionPlan, AttentionPlan],
+    rows: torch.Tensor,
+    tensors: tuple[ReadTensors, ReadTensors],
+    q_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> reads.Results:
+    decode, merge = attending.joint_calls(plans, rows, tensors, q_lens, sinks)
+    running.run(decode)
+    running.run(merge)
+    out, lse = merge.tensors[-2:]
+    return out, lse

@@ -15,14 +15,18 @@ Modules:
 - `merge`: the second kernel.
 - `launch`: both kernels: their grids, workspace and shared memory.
 - `any_batch`: both kernels for any number of sequences; `arrays`: over the pages of a JAX array.
+- `joint`, `any_joint`: both kernels over pages and the ring of an exact window at once.
 """
 
 from __future__ import annotations
 
+from kvjax.kernels.attention.arrays import OneCache as OneCache
 from kvjax.kernels.attention.arrays import decode as decode
+from kvjax.kernels.attention.arrays import decode_both as decode_both
 from kvjax.kernels.attention.choice import DTYPES as DTYPES
 from kvjax.kernels.attention.choice import BatchSizes as BatchSizes
 from kvjax.kernels.attention.choice import why_not as why_not
+from kvjax.kernels.attention.joint import why_not_both as why_not_both
 from kvjax.kernels.attention.problem import TREE_DEPTHS as TREE_DEPTHS
 from kvjax.kernels.attention.problem import ReadArrays as ReadArrays
 from kvjax.kernels.attention.problem import Softmax as Softmax

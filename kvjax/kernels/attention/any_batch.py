@@ -233,11 +233,7 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
     )
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
-        refs = dict(arrays)
-        keys, values = (refs.pop(name) for name in PAGES)
-        pages: tuple[Ref, ...] = (keys, keys if problem.one_memory else values)
-        pages += tuple(refs[argument.name] for argument in row_scale_arguments(spec, problem.scale_memory))
-        run_decode(with_counts(problem, counts), config, Refs(pages=pages, **refs), *scratch)
+        run_decode(with_counts(problem, counts), config, refs_of(problem, arrays), *scratch)
 
     return AnyCount(
         body,
@@ -248,6 +244,15 @@ def _decode_of_any_count(problem: Problem, config: DecodeConfig) -> AnyCount:
         writes=tuple(results),
         num_programs=lambda _: spec.num_kv_heads // config.heads,
     )
+
+
+def refs_of(problem: Problem, arrays: Mapping[str, Ref]) -> Refs:
+    """The references of a body, of arguments by name."""
+    refs = dict(arrays)
+    keys, values = (refs.pop(name) for name in PAGES)
+    pages: tuple[Ref, ...] = (keys, keys if problem.one_memory else values)
+    pages += tuple(refs[argument.name] for argument in row_scale_arguments(problem.spec, problem.scale_memory))
+    return Refs(pages=pages, **refs)
 
 
 @functools.cache

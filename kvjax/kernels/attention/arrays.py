@@ -1,11 +1,16 @@
-"""Attention over the pages of a JAX array."""
+"""Attention over the pages of JAX arrays."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.kernels.attention import any_joint
 from kvjax.kernels.attention.any_batch import BatchKind, any_batch, attend
+from kvjax.kernels.attention.any_joint import RingArrays, joint_batch
 from kvjax.kernels.attention.choice import passes
 from kvjax.kernels.attention.problem import TREE_DEPTHS, DecodeConfig, ReadArrays, Softmax
 from kvjax.kernels.launchable import array_memory
@@ -38,41 +43,131 @@ def decode(
       The output `[num_seqs, q_len, num_heads, head_size_v]` in the query's dtype and the float32 log-sum-exp
       `[num_seqs, q_len, num_heads]`.
     """
+
+    def attend_pass(query: jax.Array, one: Pass | None) -> tuple[jax.Array, jax.Array]:
+        own, options = read, softmax._replace(tree_tokens=softmax.tree_tokens or query.shape[1])
+        if one is not None:
+            own = one.of(read)
+            if own.tree is not None:  # a token sees none that follows
+                own = own._replace(tree=own.tree[:, one.tokens, : TREE_DEPTHS + -(-one.tokens.stop // 32)])
+            options = softmax._replace(tree_tokens=one.tokens.stop)
+        batch = any_batch(kind_of(query, spec, own, options, num_layers), current())
+        return attend(batch, config or batch.config(*own.block_table.shape), (query,), pages, own)
+
+    return _by_passes(query, spec, attend_pass)
+
+
+class OneCache(NamedTuple):
+    """What is read of one of two caches.
+
+    Attributes:
+      kv: `[num_blocks, ...]`, the array of the cache.
+      read: the other arrays.
+      spec: the cache's.
+      softmax: the options.
+      num_layers: pages of a block, of which `read.layer` selects one.
+    """
+
+    kv: jax.Array
+    read: ReadArrays
+    spec: AttentionSpec
+    softmax: Softmax
+    num_layers: int
+
+
+def decode_both(query: jax.Array, pages: OneCache, ring: OneCache, q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Attention of the last tokens of each sequence over two caches, of which the second has other tokens.
+
+    Args:
+      query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
+      pages: a cache, and the call's sinks.
+      ring: one of the same heads, head sizes and layer, without sinks; only masks may differ in the options.
+      q_lens: int32 `[num_seqs]`, the query tokens of each sequence, the last ones of `q_len`.
+
+    Returns:
+      What `decode` does; undefined for query tokens that a sequence does not have.
+    """
+
+    def attend_pass(query: jax.Array, one: Pass | None) -> tuple[jax.Array, jax.Array]:
+        reads, own_q_lens = [pages.read, ring.read], q_lens
+        if one is not None:
+            own_q_lens = jnp.clip(q_lens - (one.q_len - one.tokens.stop), 0, query.shape[1])
+            reads = [one.of(each) for each in reads]
+            reads = [each._replace(seq_lens=jnp.where(own_q_lens > 0, each.seq_lens, 0)) for each in reads]
+        of_pages, of_ring = reads
+        kinds = [
+            kind_of(query, each.spec, read, each.softmax, each.num_layers)
+            for each, read in zip((pages, ring), reads, strict=True)
+        ]
+        batch = joint_batch(kinds[0], kinds[1], current())
+        (num_seqs, max_blocks), ring_blocks = of_pages.block_table.shape, of_ring.block_table.shape[1]
+        config = batch.config(num_seqs, max_blocks, ring_blocks)
+        arrays = RingArrays(ring.kv, of_ring.block_table, of_ring.seq_lens, own_q_lens)
+        return any_joint.attend(batch, config, query, pages.kv, of_pages, arrays)
+
+    return _by_passes(query, pages.spec, attend_pass)
+
+
+class Pass(NamedTuple):
+    """One of several passes over the pages of a call.
+
+    Attributes:
+      heads: of each KV head, those of its query heads that it serves.
+      tokens: the query tokens that it serves.
+      group: query heads of a KV head.
+      q_len: query tokens.
+    """
+
+    heads: slice
+    tokens: slice
+    group: int
+    q_len: int
+
+    def of(self, read: ReadArrays) -> ReadArrays:
+        """What it reads: earlier query tokens are the last tokens of a shorter sequence."""
+        lens, sinks = read.seq_lens, read.sinks
+        lens = lens if self.tokens.stop == self.q_len else jnp.maximum(lens, 0) - (self.q_len - self.tokens.stop)
+        own_sinks = None if sinks is None else sinks.reshape(-1, self.group)[:, self.heads].reshape(-1)
+        return read._replace(seq_lens=lens, sinks=own_sinks)
+
+
+def _by_passes(
+    query: jax.Array,
+    spec: AttentionSpec,
+    attend_pass: Callable[[jax.Array, Pass | None], tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+    """Attends in one pass, None, or in as many as the rows of a KV head take."""
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
-    block_table, seq_lens, layer, k_scale, v_scale, sinks, tree = read
     divided = passes(spec, group, q_len)
-    if len(divided) > 1 or len(divided[0][1]) > 1:
-        by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
-        outs, lses = [], []
-        for heads, runs in divided:
-            parts = []
-            own_sinks = None if sinks is None else sinks.reshape(-1, group)[:, heads].reshape(-1)
-            for tokens in runs:  # earlier query tokens are the last tokens of a shorter sequence
-                rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
-                lens = seq_lens if tokens.stop == q_len else jnp.maximum(seq_lens, 0) - (q_len - tokens.stop)
-                own = read._replace(seq_lens=lens, sinks=own_sinks)
-                if tree is not None:  # a token sees none that follows
-                    own = own._replace(tree=tree[:, tokens, : TREE_DEPTHS + -(-tokens.stop // 32)])
-                options = softmax._replace(tree_tokens=tokens.stop)
-                parts.append(decode(rows, pages, own, spec, options, num_layers=num_layers))
-            out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
-            outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
-            lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
-        shape = num_seqs, q_len, num_heads
-        return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
-    kind = BatchKind(
+    if len(divided) == 1 and len(divided[0][1]) == 1:
+        return attend_pass(query, None)
+    by_group = query.reshape(num_seqs, q_len, spec.num_kv_heads, group, head_size)
+    outs, lses = [], []
+    for heads, runs in divided:
+        parts = []
+        for tokens in runs:
+            rows = by_group[:, tokens, :, heads].reshape(num_seqs, tokens.stop - tokens.start, -1, head_size)
+            parts.append(attend_pass(rows, Pass(heads, tokens, group, q_len)))
+        out, lse = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
+        outs.append(out.reshape(num_seqs, q_len, spec.num_kv_heads, -1, spec.head_size_v))
+        lses.append(lse.reshape(num_seqs, q_len, spec.num_kv_heads, -1))
+    shape = num_seqs, q_len, num_heads
+    return jnp.concatenate(outs, axis=3).reshape(*shape, -1), jnp.concatenate(lses, axis=3).reshape(shape)
+
+
+def kind_of(query: jax.Array, spec: AttentionSpec, read: ReadArrays, softmax: Softmax, num_layers: int) -> BatchKind:
+    """What the attention of a pass is compiled for."""
+    return BatchKind(
         spec,
         array_memory(spec),
         query.dtype,
-        num_heads,
-        q_len,
-        (k_scale.size, v_scale.size),
+        query.shape[2],
+        query.shape[1],
+        (read.k_scale.size, read.v_scale.size),
         softmax,
-        has_sinks=sinks is not None,
+        has_sinks=read.sinks is not None,
         one_memory=True,
-        num_layers=None if layer is None else num_layers,
-        tree=None if tree is None else softmax.tree_tokens or q_len,
+        num_layers=None if read.layer is None else num_layers,
+        tree=None if read.tree is None else softmax.tree_tokens,
     )
-    batch = any_batch(kind, current())
-    return attend(batch, config or batch.config(*block_table.shape), (query,), pages, read)

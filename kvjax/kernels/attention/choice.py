@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,9 @@ MERGE_OF_FEW_ROWS = MergeConfig(8, 1, 19)
 multiprocessors. It loads all parts of a sequence that is divided among 148 thread blocks at once."""
 
 FEW_ROWS = 32
+
+INTERPRETED_BLOCKS = 2
+"""Thread blocks of interpreted calls."""
 
 PART_TOKENS = 512
 """Tokens of a part of a batch-invariant call: shorter parts are more work to merge, longer ones leave thread blocks
@@ -163,11 +167,7 @@ def plain_problem(spec: AttentionSpec, sizes: BatchSizes) -> Problem:
 
 def _why_no_workspace(spec: AttentionSpec, batch: BatchSizes, target: Target) -> str | None:
     """Why the kernel has no workspace for a batch-invariant call; None where it has."""
-    for heads, runs in passes(spec, batch.group, batch.q_len):
-        if not runs:  # no query tokens
-            continue
-        tokens = runs[0]  # no run of these heads has more
-        sizes = batch._replace(q_len=tokens.stop - tokens.start, group=heads.stop - heads.start)
+    for sizes in sizes_of_passes(spec, batch):
         problem = plain_problem(spec, sizes)
         if num_parts(problem, choose(problem, target)) * spec.head_size_v > np.iinfo(np.int32).max:
             return too_many_parts(batch.num_seqs)
@@ -197,41 +197,66 @@ def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, lis
     return divided
 
 
-def choose(problem: Problem, target: Target) -> DecodeConfig:
-    """The configuration for a problem: as many heads per block as fit, then as many tiles per warp.
+def sizes_of_passes(spec: AttentionSpec, batch: BatchSizes) -> list[BatchSizes]:
+    """The sizes of the passes of a call, of each run of heads the largest."""
+    return [
+        batch._replace(q_len=runs[0].stop - runs[0].start, group=heads.stop - heads.start)
+        for heads, runs in passes(spec, batch.group, batch.q_len)
+        if runs  # else there are no query tokens
+    ]
 
-    Launches one block per multiprocessor, which has room for one.
+
+def choose(problem: Problem, target: Target) -> DecodeConfig:
+    """The configuration for a problem."""
+    return choose_for([problem], target)[0]
+
+
+def choose_for(problems: Sequence[Problem], target: Target) -> list[DecodeConfig]:
+    """The configurations for problems that share thread blocks: of as many heads as fit, then as many tiles per warp.
+
+    Launches one block per multiprocessor, which has room for one, and at least one for each problem. Heads and warps
+    are the best for the first problem with which a stage of any other fits.
     """
-    spec, num_seqs, max_blocks = problem.spec, int(problem.num_seqs), int(problem.max_blocks)
-    if problem.batch_invariant:  # the configuration must not depend on the batch
-        num_seqs, max_blocks = 1, 0
+    num_kv_heads, limit = problems[0].spec.num_kv_heads, pipeline_bytes(target)
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
-    num_blocks = 2 if compat.interpreting() else target.multiprocessors
-    limit = pipeline_bytes(target)
-    for heads in range(min(spec.num_kv_heads, max_warps), 0, -1):
-        if spec.num_kv_heads % heads:
+    num_blocks = INTERPRETED_BLOCKS * len(problems) if compat.interpreting() else target.multiprocessors
+
+    def fit(heads: int, warps: int, slots: int) -> bool:
+        first, *others = problems
+        return _fits(first, heads, warps, slots, limit) and all(_fits(x, heads, warps, 1, limit) for x in others)
+
+    for heads in range(min(num_kv_heads, max_warps), 0, -1):
+        if num_kv_heads % heads:
             continue
         warps = -(-heads // WARPS) * WARPS
-        if not _fits(problem, heads, warps, 2 if heads > 1 else 1, limit):
+        if not fit(heads, warps, 2 if heads > 1 else 1):
             continue
-        while warps + WARPS <= max_warps and _fits(problem, heads, warps + WARPS, SLOTS, limit):
+        while warps + WARPS <= max_warps and fit(heads, warps + WARPS, SLOTS):
             warps += WARPS
-        groups, blocks = warps // heads, -(-num_blocks * heads // spec.num_kv_heads)
-        tile_bytes = stage_layout(problem, heads, 1).stage_bytes
-        tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
-        if max_blocks:  # 0 where it is known at launch only; then sequences may be long
-            tokens = max_blocks * spec.block_size
-            if problem.reach is not None:
-                tokens = min(tokens, problem.reach)
-            runs = num_seqs * tokens // (blocks * groups * TILE)
-            while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
-                tiles -= 1
-        tiles = max(1, tiles)
-        stage_bytes = groups * tile_bytes * tiles
-        slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), limit // stage_bytes)
-        part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
-        return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_config(problem))
-    raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {spec}")
+        blocks = max(-(-num_blocks * heads // num_kv_heads), len(problems))
+        return [_pipeline(problem, heads, warps, blocks, limit) for problem in problems]
+    raise UnsupportedError(f"paged_attention: no configuration of the kernel holds rows of {problems[0].spec}")
+
+
+def _pipeline(problem: Problem, heads: int, warps: int, blocks: int, limit: int) -> DecodeConfig:
+    """The configuration of so many heads, warps and thread blocks."""
+    num_seqs, max_blocks, groups = int(problem.num_seqs), int(problem.max_blocks), warps // heads
+    if problem.batch_invariant:  # the configuration must not depend on the batch
+        num_seqs, max_blocks = 1, 0
+    tile_bytes = stage_layout(problem, heads, 1).stage_bytes
+    tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
+    if max_blocks:  # 0 where it is known at launch only; then sequences may be long
+        tokens = max_blocks * problem.spec.block_size
+        if problem.reach is not None:
+            tokens = min(tokens, problem.reach)
+        runs = num_seqs * tokens // (blocks * groups * TILE)
+        while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
+            tiles -= 1
+    tiles = max(1, tiles)
+    stage_bytes = groups * tile_bytes * tiles
+    slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), limit // stage_bytes)
+    part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
+    return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_config(problem))
 
 
 def merge_config(problem: Problem) -> MergeConfig:

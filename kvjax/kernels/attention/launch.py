@@ -45,9 +45,18 @@ def run_decode(problem: Problem, config: DecodeConfig, refs: Refs, buffer: Ref, 
     Decode.of(problem, config, layout, refs, buffer, barriers).run()
 
 
-def decode_kernel(body: Callable[..., None], problem: Problem, config: DecodeConfig, out_type: OutType = ()) -> Kernel:
-    """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge."""
-    buffer, barriers = scratch(problem, config)
+def decode_kernel(
+    body: Callable[..., None],
+    problem: Problem,
+    config: DecodeConfig,
+    out_type: OutType = (),
+    shared: tuple[int, int] | None = None,
+) -> Kernel:
+    """The decode kernel of `body`, which stores results of whole sequences, and partial results for the merge.
+
+    `shared` are the bytes of its shared memory, by default `scratch`'s.
+    """
+    buffer, barriers = shared or scratch(problem, config)
     kernel: Kernel = plgpu.kernel(
         compat.named("paged_attention", body),
         out_type=out_type,
@@ -69,7 +78,9 @@ def run_merge(problem: Problem, config: Division, refs: Refs, shared: Sequence[R
     Merge(problem, config, refs, shared[0] if shared else ABSENT).run()
 
 
-def merge_kernel(body: Callable[..., None], problem: Problem, config: Division, num_seqs: int) -> Kernel:
+def merge_kernel(
+    body: Callable[..., None], problem: Problem, config: Division, num_seqs: int, out_type: OutType = ()
+) -> Kernel:
     """The merge kernel of `body`, which stores the results of sequences that several thread blocks attended to."""
     warps_per_row = config.merge.warps
     several = warps_per_row > 1
@@ -77,7 +88,7 @@ def merge_kernel(body: Callable[..., None], problem: Problem, config: Division, 
     rows, per_row = problem.q_len * problem.num_heads, blocks_per_row(problem, config)
     kernel: Kernel = plgpu.kernel(
         compat.named("merge_paged_attention", body),
-        out_type=(),
+        out_type=out_type,
         scratch_types=[plgpu.SMEM((warps_per_row * registers * LANES * 4,), jnp.uint8)] if several else [],
         # Only the last axis of a grid may be long.
         grid=((rows if several else -(-rows // WARPS)) * per_row, num_seqs),

@@ -14,7 +14,7 @@ from kvjax.kernels import lanes
 from kvjax.kernels.aliases import Carry, Ref, Scalar
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.ring import Ring
-from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
+from kvjax.kernels.attention.schedule import SegmentVisitor, Sequences, Workers, serve
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State
@@ -71,14 +71,14 @@ class StageLoop[Query]:
 
     def run(self) -> None:
         """Runs the body."""
-        self.prefetch_table()
+        self.serve(Workers(lax.axis_index("block"), self.config.blocks), self)
+
+    def serve(self, workers: Workers, visitor: SegmentVisitor) -> None:
+        """Has a visitor attend to this block's share with `attend`, and store the results."""
+        self.prefetch_table(workers.block)
         self.ring.begin()
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
-        cursor = jnp.int32(0), jnp.int32(0)
-        if self.config.part is not None:
-            serve_parts(self, sequences, self.config.blocks, self.config.part, cursor)
-        else:
-            serve_share(self, sequences, self.config.blocks, cursor)
+        serve(visitor, sequences, workers, self.config.part, (jnp.int32(0), jnp.int32(0)))
 
     def finish(self, sequence: jax.Array, state: State, whole: jax.Array, part: jax.Array) -> None:
         """Stores the state of a segment."""
@@ -88,10 +88,10 @@ class StageLoop[Query]:
         """Stores the range of thread blocks that have parts of a sequence."""
         self.segments.store_span(sequence, first, last)
 
-    def prefetch_table(self) -> None:
+    def prefetch_table(self, block: jax.Array) -> None:
         """Brings the block table, or its start, to L2 while the lengths are read, which lookups depend on."""
         problem = self.problem
-        entry = (lax.axis_index("block") * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
+        entry = (block * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
         lanes.prefetch_global(self.refs.table, entry, entry < last)
 

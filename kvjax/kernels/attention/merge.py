@@ -58,8 +58,7 @@ class Merge:
         lane = thread & (LANES - 1)
         warp = lax.axis_index("warpgroup") * WARPS + (thread >> 5)
         sequence = lax.axis_index("sequence")
-        length = self.refs.seq_lens[sequence]
-        _, count = self.sequences.stages(length)
+        count = self.stages(sequence)
         rows = problem.q_len * problem.num_heads
         per_row = jnp.int32(blocks_per_row(problem, self.config))
         dim = lax.rem(lax.axis_index("rows"), per_row) * (LANES * self.elements_per_thread) + lane  # its first
@@ -76,7 +75,7 @@ class Merge:
         def nothing_stored() -> None:
             self.store(index, row, dim, self.no_parts(), is_row & (warp_index == 0))
 
-        @pl.when((count > 0) & (num_parts > 1))
+        @pl.when((count > 0) & (num_parts >= self.least_parts))
         def several_parts() -> None:
             parts = self.combined(num_parts, part_index, row, dim, warp_index, is_row)
             if self.warps_per_row > 1:
@@ -92,6 +91,20 @@ class Merge:
     def sequences(self) -> Sequences:
         """The sequences of the call."""
         return Sequences(self.problem, self.config.rows, self.refs.seq_lens)
+
+    def stages(self, sequence: jax.Array) -> jax.Array:
+        """The number of stages of a sequence."""
+        return self.sequences.stages(self.refs.seq_lens[sequence])[1]
+
+    @property
+    def least_parts(self) -> int:
+        """The parts from which on a sequence's results are made here: with one, the decode kernel stores them."""
+        return 2
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers of a row in a part, besides its results."""
+        return self.problem.sums
 
     def parts(self, sequence: jax.Array, count: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """The number of parts of a sequence of `count` stages, and a function to the index of each in the workspace."""
@@ -110,7 +123,7 @@ class Merge:
     def no_parts(self) -> Parts:
         """No part."""
         zero, lowest = lanes.splat(0.0, jnp.float32), lanes.splat(LOWEST, jnp.float32)
-        sums = Sums(*(lowest, zero, lowest)[: self.problem.sums])
+        sums = Sums(*(lowest, zero, lowest)[: self.num_sums])
         return Parts(sums, [zero] * self.elements_per_thread)
 
     def combined(
@@ -135,8 +148,8 @@ class Merge:
                 is_part = is_row & (part < num_parts)
                 offset = part_index(part) * rows + row
                 sums = [
-                    lanes.load_global(self.refs.partial_lse, problem.sums * offset + j, is_part, none)
-                    for j, none in enumerate((_bits(LOWEST), 0, _bits(LOWEST))[: problem.sums])
+                    lanes.load_global(self.refs.partial_lse, self.num_sums * offset + j, is_part, none)
+                    for j, none in enumerate((_bits(LOWEST), 0, _bits(LOWEST))[: self.num_sums])
                 ]
                 values = [
                     lanes.load_global(
@@ -168,7 +181,7 @@ class Merge:
 
     def joined(self, own: Parts, lane: jax.Array, warp: jax.Array) -> Parts:
         """The combined parts of all warps, in each of them."""
-        first = self.problem.sums  # register of the output
+        first = self.num_sums  # register of the output
         largest, _, top = own.sums
         registers = [*own.sums.registers, *own.output]
         count = len(registers)

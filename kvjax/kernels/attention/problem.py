@@ -140,6 +140,8 @@ class ReadArrays(NamedTuple):
 class Refs(NamedTuple):
     """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional.
 
+    `q_lens` are of each sequence the query tokens that it has, the last of `Problem.q_len`; absent where it has all.
+
     `query_pe` is what queries over latents have for rope keys, unless `query` has both.
 
     `partial_lse` has for each row of a part the logit that its weights are relative to, the sum of its weights and,
@@ -151,6 +153,7 @@ class Refs(NamedTuple):
     pages: Any = ABSENT
     table: Ref = ABSENT
     seq_lens: Ref = ABSENT
+    q_lens: Ref = ABSENT
     layer: Ref = ABSENT
     k_scale: Ref = ABSENT
     v_scale: Ref = ABSENT

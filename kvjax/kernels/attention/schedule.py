@@ -33,6 +33,18 @@ MAX_PARTS = 64
 """Maximum number of parts of a sequence in a batch-invariant call, which bounds the workspace."""
 
 
+class Workers(NamedTuple):
+    """The thread blocks that divide work among them.
+
+    Attributes:
+      block: the number of this one.
+      blocks: how many there are.
+    """
+
+    block: jax.Array
+    blocks: Number
+
+
 class Share(NamedTuple):
     """The share of a block: `num_stages` stages, starting `skipped` stages into `sequence`.
 
@@ -97,7 +109,7 @@ class Sequences:
             return min(last // (least * self.rows) + 1, MAX_PARTS)
         return jnp.minimum(lax.div(last, jnp.int32(least * self.rows)) + 1, MAX_PARTS)
 
-    def _counts(self, first: Scalar) -> jax.Array:
+    def counts(self, first: Scalar) -> jax.Array:
         """Stages of 32 sequences, one per thread of each warp."""
         lane = lanes.thread_index() & (LANES - 1)
         index = lane + first
@@ -105,16 +117,21 @@ class Sequences:
         length = lanes.bits(lanes.load_global(self.seq_lens, index, is_one), jnp.int32)
         return self.stages(length)[1]
 
-    def share(self, block: jax.Array, num_blocks: int) -> Share:
-        """The share of a thread block, in stages."""
+    @property
+    def chunks(self) -> Number:
+        """Runs of 32 sequences."""
         num_seqs = self.problem.num_seqs
-        chunks = (
-            -(-num_seqs // LANES) if isinstance(num_seqs, int) else lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
-        )
-        zero = lanes.splat(0, jnp.int32)
+        if isinstance(num_seqs, int):
+            return -(-num_seqs // LANES)
+        return lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
+
+    def share(self, workers: Workers) -> Share:
+        """The share of a thread block, in stages."""
+        block, num_blocks = workers
+        chunks, zero = self.chunks, lanes.splat(0, jnp.int32)
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
-            return total + self._counts(i * LANES)
+            return total + self.counts(i * LANES)
 
         all_stages = lanes.of_first_thread(lanes.sum_over_warp(lax.fori_loop(0, chunks, add, zero)))
         size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), MIN_STAGES)
@@ -124,7 +141,7 @@ class Sequences:
 
         def search(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             before, sequence, skipped = carry
-            mine = self._counts(i * LANES)
+            mine = self.counts(i * LANES)
             end = mine
             for distance in (1, 2, 4, 8, 16):
                 end = end + lanes.shuffle_up(end, distance)
@@ -145,9 +162,9 @@ class Sequences:
             size,
         )
 
-    def share_of_parts(self, block: jax.Array, num_blocks: int, least: int) -> Share:
+    def share_of_parts(self, workers: Workers, least: int) -> Share:
         """The share of a thread block in a batch-invariant call: from the first part that starts in it."""
-        share = self.share(block, num_blocks)
+        share = self.share(workers)
         _, count = self.stages(jnp.maximum(self.seq_lens[share.sequence], 0))
         part = self.part(count, least)
         begin = jnp.minimum(lax.div(share.skipped + (part - 1), part) * part, count)
@@ -172,10 +189,18 @@ class SegmentVisitor(Protocol):
         """Stores the range of thread blocks that have parts of a sequence."""
 
 
-def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, cursor: Carry) -> None:
+def serve(segments: SegmentVisitor, sequences: Sequences, workers: Workers, least: int | None, cursor: Carry) -> None:
+    """Serves the share of a thread block; `least` are the stages of a part in a batch-invariant call."""
+    if least is None:
+        _serve_share(segments, sequences, workers, cursor)
+    else:
+        _serve_parts(segments, sequences, workers, least, cursor)
+
+
+def _serve_share(segments: SegmentVisitor, sequences: Sequences, workers: Workers, cursor: Carry) -> None:
     """Serves the share of a thread block, segment after segment."""
-    block = lax.axis_index("block")
-    share = sequences.share(block, num_blocks)
+    block = workers.block
+    share = sequences.share(workers)
 
     def body(carry: Carry) -> Carry:
         sequence, skipped, left, cursor = carry
@@ -196,9 +221,9 @@ def serve_share(segments: SegmentVisitor, sequences: Sequences, num_blocks: int,
     _while_left(body, share, cursor)
 
 
-def serve_parts(segments: SegmentVisitor, sequences: Sequences, num_blocks: int, least: int, cursor: Carry) -> None:
+def _serve_parts(segments: SegmentVisitor, sequences: Sequences, workers: Workers, least: int, cursor: Carry) -> None:
     """Serves the share of a thread block in a batch-invariant call, one part after the other."""
-    share = sequences.share_of_parts(lax.axis_index("block"), num_blocks, least)
+    share = sequences.share_of_parts(workers, least)
     most = sequences.max_parts(least)
 
     def body(carry: Carry) -> Carry:

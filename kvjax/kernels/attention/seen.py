@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.kernels import lanes
+from kvjax.kernels.aliases import ABSENT
 from kvjax.kernels.attention.problem import COLUMNS, TREE_DEPTHS, Problem, Refs
 from kvjax.kernels.attention.ring import divided
 from kvjax.kernels.attention.stages import StageLayout
@@ -77,6 +78,10 @@ class Seen:
         """What the rows of a sequence of a length see."""
         problem = self.problem
         span = Span.of(problem, length)
+        if problem.window is not None and self.refs.q_lens is not ABSENT:
+            # Rows that a sequence does not have would reach further back, to tokens that may be NaN.
+            first = length - (self.refs.q_lens[sequence] + (problem.window - 1))
+            span = span._replace(start=jnp.maximum(first, 0))
         if problem.tree is None:
             return span
         if problem.window is not None:

@@ -67,6 +67,18 @@ class Segments:
         part: jax.Array,
     ) -> None:
         """Combines the states of a head's warps, and stores the result if it is `whole`, else as `part` for `merge`."""
+        sums, output, stores = self.combined(state)
+
+        @pl.when(whole)
+        def _() -> None:
+            self.store_result(sequence, sums, output, stores)
+
+        @pl.when(~whole)
+        def _() -> None:
+            self.store_part(part, sums, output, stores)
+
+    def combined(self, state: State) -> tuple[list[Sums], list[jax.Array], jax.Array]:
+        """The combined state of a head's warps: of each row its sums, the output, and whether a thread stores these."""
         problem, config = self.problem, self.config
         total = [lanes.sum_over_rows(x) for x in state.total]
         top = [] if problem.weight_dtype is None else [lanes.max_over_rows(x) for x in state.top]
@@ -77,15 +89,7 @@ class Segments:
         sums = [Sums(*registers[row:start:rows]) for row in range(rows)]
         output = registers[start:]
         stores = self.warp.works & (self.warp.number < config.heads)
-        output = self.scaled(output)
-
-        @pl.when(whole)
-        def _() -> None:
-            self.store_result(sequence, sums, output, stores)
-
-        @pl.when(~whole)
-        def _() -> None:
-            self.store_part(part, sums, output, stores)
+        return sums, self.scaled(output), stores
 
     def scaled(self, output: list[jax.Array]) -> list[jax.Array]:
         """The output times the scales of values that products lack."""
@@ -202,6 +206,7 @@ class Segments:
         for row, is_row, token, head in self.query_rows():
             index = (part * problem.q_len + token) * problem.num_heads + head
             here = stores & is_row
-            for i, x in enumerate(sums[row].registers):
-                lanes.store_global(self.refs.partial_lse, index * problem.sums + i, x, here & self.stores_sums)
+            registers = sums[row].registers
+            for i, x in enumerate(registers):
+                lanes.store_global(self.refs.partial_lse, index * len(registers) + i, x, here & self.stores_sums)
             self.store_row(self.refs.partial, index, row, self.of_row(output, row), here)

@@ -213,9 +213,14 @@ def normalized(sums: Sums, sink: jax.Array, dtype: DTypeLike | None) -> tuple[ja
     zero = lanes.splat(0.0, jnp.float32)
     inverse = shrink / jnp.where(whole == 0.0, zero + 1.0, whole)
     if top is not None and dtype is not None:
-        weight = lanes.exp2(top - largest)
-        inverse = inverse * rounding(weight, lanes.lower_half(lanes.half2(weight, weight, dtype), dtype), total)
+        inverse = inverse * top_rounding(top, sums, dtype)
     return jnp.where(total == 0.0, zero, inverse), (raised + _log2(whole)) * np.float32(1 / LOG2_E)
+
+
+def top_rounding(top: jax.Array, sums: Sums, dtype: DTypeLike) -> jax.Array:
+    """`rounding`, for the largest logit and the sums of a row whose weights are rounded to `dtype`."""
+    weight = lanes.exp2(top - sums.largest)
+    return rounding(weight, lanes.lower_half(lanes.half2(weight, weight, dtype), dtype), sums.total)
 
 
 def _log2(x: jax.Array) -> jax.Array:

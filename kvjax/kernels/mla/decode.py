@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, lanes, warpgroups
 from kvjax.kernels.aliases import Carry, DType, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
-from kvjax.kernels.attention.schedule import Sequences, serve_parts, serve_share
+from kvjax.kernels.attention.schedule import Sequences, Workers, serve
 from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, margin, reference, rounding
 from kvjax.kernels.mla import exchange
 from kvjax.kernels.mla.packed import Packed
@@ -89,10 +89,8 @@ class LatentDecode:
     def run(self) -> None:
         """Runs the body."""
         sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
-        if self.config.part is not None:
-            serve_parts(self, sequences, self.config.blocks, self.config.part, jnp.int32(0))
-        else:
-            serve_share(self, sequences, self.config.blocks, jnp.int32(0))
+        workers = Workers(lax.axis_index("block"), self.config.blocks)
+        serve(self, sequences, workers, self.config.part, jnp.int32(0))
 
     @property
     def num_rows(self) -> int:
