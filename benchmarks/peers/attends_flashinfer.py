@@ -52,9 +52,7 @@ def stored_dtype(dtype: KVCacheDType) -> Any:
 
 def query_dtype(dtype: KVCacheDType, backend: str) -> Any:
     """Returns the query's dtype: FA3 multiplies pages in fp8 by a query in fp8, and rounds weights to it."""
-    import torch
-
-    return torch.float8_e4m3fn if (dtype, backend) == (FP8, "fa3") else torch.bfloat16
+    return stored_dtype(FP8 if (dtype, backend) == (FP8, "fa3") else BFLOAT16)
 
 
 def scales_of(job: AttentionJob) -> tuple[float, float]:
@@ -92,9 +90,7 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
     # FA3 in fp8 takes a scale for each head; that of keys is in `sm_scale`, that of values in the check.
     heads = (row.num_heads, row.num_kv_heads, row.num_kv_heads) if query.itemsize == 1 else ()
     ones = [torch.ones(count, device=query.device) for count in heads]
-    first: list[Any] = []
-    options: dict[str, Any] = {"window_left": window_left(row)}
-    out = {}
+    first, options, out = list[Any](), dict[str, Any](window_left=window_left(row)), {}
     if row.is_step:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, row.layout.value, backend=backend)
         first, options["causal"] = [torch.from_numpy(row.cu_q_lens)], True
@@ -105,13 +101,9 @@ def wrapper_run(inputs: AttentionInputs, *, backend: str) -> Run:
         )
         query = query.flatten(0, 1)
         options |= {"q_len_per_req": row.q_len} if row.q_len > 1 else {}
+    sizes = row.num_heads, row.num_kv_heads, row.head_size, BLOCK_SIZE
     wrapper.plan(
-        *first,
-        *page_table(inputs),
-        row.num_heads,
-        row.num_kv_heads,
-        row.head_size,
-        BLOCK_SIZE,
+        *(*first, *page_table(inputs), *sizes),
         q_data_type=query.dtype,
         kv_data_type=stored_dtype(job.dtype),
         o_data_type=torch.bfloat16,
