@@ -1,4 +1,4 @@
-"""What every implementation of paged attention is held to: cases, their exact results and what error they may have.
+"""What tests of every implementation of paged attention share: cases, their exact results and what error they may have.
 
 A case is built in numpy alone, from the formulas of reference.py: tokens are put as bytes into the slots that a
 call may use, and every other byte of the cache is poison, as every entry of a block table that no row needs is garbage.
