@@ -249,6 +249,18 @@ def test_interpreted_prompts_attend_to_either_cache_beside_rows_that_decode(requ
         np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_step_without_tokens_launches_nothing_but_its_write(batch_invariant: bool, kernels_of_steps: list[str]):
+    none, kv_cache = torch.zeros(0, 2, 16, dtype=torch.bfloat16), torch.zeros(4, 2, 8, 2, 16, dtype=torch.bfloat16)
+    changes = {"query": none, "key": none, "value": none, "cu_q_lens": torch.zeros(3, dtype=torch.int32)}
+    caches = {"key_cache": kv_cache[:, 0], "value_cache": kv_cache[:, 1]}
+    window = kvjax_torch.ExactWindow.allocate(2, 4, 2, 16, dtype=torch.bfloat16)
+    call = small_call(**changes, **caches, exact_window=window, slot_mapping=torch.zeros(0, dtype=torch.int64))
+    out = kvjax_torch.exact_window_attention(**call, batch_invariant=batch_invariant)
+    assert out.shape == (0, 2, 16)
+    assert not set(kernels_of_steps) & {*STEP}
+
+
 def bytes_of(server: TorchServer) -> list[torch.Tensor]:
     every = server.ring.key_cache, server.ring.value_cache, server.pages.key, server.pages.value
     return [x.contiguous().view(torch.uint8) for x in every]

@@ -72,9 +72,10 @@ Parts = list[tuple[attending.AttentionPart, attending.AttentionPart]]
 
 
 def parts_of(both: BothCaches) -> Parts:
-    """What the kernels that read both are called for; nothing if none serves, or if either call is refused."""
+    """What the kernels that read both are called for; nothing if none serves, or if either call is refused or empty."""
     with_prompts = zip(both.plans, both.tensors, strict=True)
-    if any(ragged.why_refused(plan, both.query, each) is not None for plan, each in with_prompts):
+    refused = any(ragged.why_refused(plan, both.query, each) is not None for plan, each in with_prompts)
+    if refused or not both.query.numel():
         return []
     running.check_capability(both.query.get_device())
     with choosing.one_at_a_time:
