@@ -136,8 +136,7 @@ def attention_calls(
     seq_lens = choosing.int32(seq_lens, 0, choosing.INT32_MAX)
     out = query.new_empty((*query.shape[:3], spec.head_size_v), dtype=plan.dtype) if out is None else out
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
-    between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
+    between = _between(query, workspace)
     sink, trees = () if sinks is None else (sinks.contiguous(),), () if tree is None else (tree,)
     scales = scale_arrays(plan.cache, plan.cache.scale_tensors(tensors))
     pages = _rows(key_cache, spec), value_cache, *scales
@@ -231,8 +230,7 @@ def joint_calls(
     lens = [choosing.int32(each.seq_lens, 0, choosing.INT32_MAX) for each in tensors]
     out = query.new_empty((*query.shape[:3], spec.head_size_v))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
-    between = partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
+    between = _between(query, workspace)
     scales = scale_arrays(plans[0].cache, plans[0].cache.scale_tensors(pages))
     of_pages = lens[0], of_each[0][0], query, pages.key_cache, pages.value_cache, *scales
     rows = (choosing.int32(q_lens, 0, choosing.INT32_MAX),) if query.shape[1] > 1 else ()
@@ -245,6 +243,12 @@ def joint_calls(
         Call(decode, counts, (*of_pages, *of_ring, *between), num_seqs),
         Call(merge, (num_seqs, *blocks), (*lens, *sink, *between, out, lse), num_seqs),
     )
+
+
+def _between(query: torch.Tensor, workspace: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The workspace of both kernels, on the query's device."""
+    partial, partial_lse = (query.new_empty(size, dtype=torch.float32) for size in workspace[:2])
+    return partial, partial_lse, query.new_empty(workspace[2], dtype=torch.int32)
 
 
 @functools.lru_cache(maxsize=1024)

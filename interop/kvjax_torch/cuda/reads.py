@@ -157,7 +157,11 @@ def _attend_to_pages(
     tree: TreeRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     words = None if tree is None else tree.words(plan.window)
-    decode, merge = attending.attention_calls(plan, query, tensors, sinks, out, words)
+    return run_both(*attending.attention_calls(plan, query, tensors, sinks, out, words))
+
+
+def run_both(decode: running.Call, merge: running.Call) -> Results:
+    """Runs both calls of attention; returns the results of the second."""
     running.run(decode)
     running.run(merge)
     out, lse = merge.tensors[-2:]

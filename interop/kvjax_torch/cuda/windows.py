@@ -121,14 +121,15 @@ def _decode(both: BothCaches, parts: Parts, packed: PackedRows) -> tuple[torch.T
     )
     _compile(parts, tensors)
     if len(parts) == 1:
-        results = _attend_part(plans, packed.rows, tensors, both.q_lens, sinks)
+        results = reads.run_both(*attending.joint_calls(plans, packed.rows, tensors, both.q_lens, sinks))
     else:
 
         def attend_part(number: int, rows: torch.Tensor, own_sinks: torch.Tensor | None) -> reads.Results:
             of_pages, of_ring = parts[number]
             own = [each._replace(seq_lens=reads.lengths_of_part(plans[0], of_pages, each.seq_lens)) for each in tensors]
             q_lens = (both.q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1])
-            return _attend_part((of_pages.plan, of_ring.plan), rows, (own[0], own[1]), q_lens, own_sinks)
+            own_plans = of_pages.plan, of_ring.plan
+            return reads.run_both(*attending.joint_calls(own_plans, rows, (own[0], own[1]), q_lens, own_sinks))
 
         results = reads.by_parts(plans[0], [part for part, _ in parts], packed.rows, sinks, attend_part)
     return results[0].flatten(0, 1), results[1].flatten(0, 1)
@@ -145,17 +146,3 @@ def _compile(parts: Parts, tensors: tuple[ReadTensors, ReadTensors]) -> None:
             for least in kernels.ATTENTION_BATCHES:
                 every += attending.joint_kernels(plans, places, device, least, (1, 1))[:2]
     running.compile_once(tuple(every), device)
-
-
-def _attend_part(
-    plans: tuple[AttentionPlan, AttentionPlan],
-    rows: torch.Tensor,
-    tensors: tuple[ReadTensors, ReadTensors],
-    q_lens: torch.Tensor,
-    sinks: torch.Tensor | None,
-) -> reads.Results:
-    decode, merge = attending.joint_calls(plans, rows, tensors, q_lens, sinks)
-    running.run(decode)
-    running.run(merge)
-    out, lse = merge.tensors[-2:]
-    return out, lse
