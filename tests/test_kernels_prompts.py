@@ -39,6 +39,8 @@ def test_interpreted_warpgroups_do_not_race(heads):
                 (LENGTHS | {"heads": (4, 2), "sinks": True}, PromptProblem(70, 50, None), PromptConfig(64, 3)),
                 (LENGTHS | {"heads": (1, 1), "query_dtype": jnp.bfloat16}, PromptProblem(300, None, None), CONFIG),
                 (LENGTHS, PromptProblem(70, None, None), PromptConfig(64, 3, 2)),
+                (LENGTHS | {"near": 40, "sinks": True}, PromptProblem(70, None, None, 33), CONFIG),
+                (LENGTHS | {"near": 70, "heads": (1, 1)}, PromptProblem(70, 50, 5.0, 64), PromptConfig(64, 3)),
             )
         ),
     ],
@@ -68,6 +70,12 @@ def test_a_thread_block_takes_all_items_without_races(shapes, problem, config):
                 ({"q_lens": (40,), "positions": (150,), "dtype": jnp.bfloat16}, PromptProblem(40, None, None), CONFIG),
                 ({"q_lens": (40,), "positions": (150,), "query_dtype": jnp.bfloat16},
                  PromptProblem(40, None, None), CONFIG),
+                ({"q_lens": (70, 20, 0, 5), "positions": (-9, 70, 3, -40), "near": 64, "num_keys": 128},
+                 PromptProblem(70, None, None, 64), CONFIG),
+                ({"q_lens": (70, 0, 20), "positions": (180, 0, -10), "num_keys": 256, "near": 20},
+                 PromptProblem(70, 100, None, 17), PromptConfig(64, 2, 3)),
+                ({"q_lens": (130,), "positions": (120,), "heads": (4, 2), "near": 128, "num_tokens": 134,
+                  "dtype": jnp.bfloat16}, PromptProblem(130, None, None, 128), PromptConfig(128, 2)),
             )
         ),
     ],
@@ -114,6 +122,9 @@ def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
         ((80, 48), PromptProblem(70, None, 5.0), PromptConfig(128, 2)),
         ((256, 256), PromptProblem(70, 50, 5.0), CONFIG),
         ((128, 128), PromptProblem(70, None, None), PromptConfig(128, 2, 2)),
+        ((128, 128), PromptProblem(70, None, None, 64), PromptConfig(128, 2)),
+        ((64, 64), PromptProblem(70, 50, 5.0, 33), PromptConfig(128, 2, 2)),
+        ((256, 256), PromptProblem(70, None, None, 64), CONFIG),
     ],
     ids=str,
 )
@@ -121,7 +132,8 @@ def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiproc
     head_size, head_size_v = sizes
     shapes = LENGTHS | {"heads": (4, 2), "head_size": head_size, "head_size_v": head_size_v}
     has_sinks = config.splits == 1  # otherwise each split would count them
-    check(operands(**shapes, sinks=has_sinks), problem, config, multiprocessors=multiprocessors, on_gpu=True)
+    args = operands(**shapes, sinks=has_sinks, near=problem.near)
+    check(args, problem, config, multiprocessors=multiprocessors, on_gpu=True)
 
 
 def test_the_model_is_attention():

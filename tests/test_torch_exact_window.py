@@ -236,14 +236,22 @@ def test_interpreted_rows_that_decode_take_one_kernel_for_both_caches(
 
 
 @pytest.mark.full
-def test_interpreted_prompts_attend_to_either_cache_beside_rows_that_decode(request: pytest.FixtureRequest):
-    case = Case(size=6, sinks=True, num_kv_heads=1, model_dtype="bfloat16", query_dtype="bfloat16")
+@pytest.mark.parametrize(
+    "case",
+    [Case(size=6, sinks=True), Case("bfloat16", size=4, sliding_window=7, cap=3.0)],
+    ids=["nvfp4", "a sliding window"],
+)
+def test_interpreted_prompts_take_one_kernel_for_both_caches_beside_rows_that_decode(
+    case: Case, request: pytest.FixtureRequest
+):
+    case = dataclasses.replace(case, num_kv_heads=1, model_dtype="bfloat16", query_dtype="bfloat16")
     tokens, wanted = random_tokens(case, (15, 9))
     server = TorchServer(case, tokens, num_tokens=(6, 12), max_length=16)
     got = [server.step([11, 0])]
     ran = request.getfixturevalue("kernels_of_steps")
     got.append(server.step([1, 9]))
     assert [ran.count(name) for name in STEP] == [2, 1, 1, 1]
+    assert [ran.count(f"prompts.any_prompts:{name}") for name in ("any_gather", "any_prompts")] == [2, 1]
     for number, one in enumerate(wanted):
         each = np.concatenate([of_step[number] for of_step in got])
         np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
@@ -477,3 +485,18 @@ def test_a_gpu_gives_what_the_host_gives_and_graphs_replay_with_other_lengths(dt
         for result in results:
             for got, one in zip(result, wanted, strict=True):
                 np.testing.assert_allclose(got, one, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [20, 80])
+def test_on_a_gpu_few_rows_behind_many_tokens_are_attended_to_in_splits(num_tokens: int):
+    """Of the last split alone are the tokens of the ring."""
+    case = Case(size=64, sinks=True, model_dtype="bfloat16", query_dtype="bfloat16", block_size=16, head_size=64)
+    tokens, _ = random_tokens(case, (2300, 40))
+    servers = [TorchServer(case, tokens, device=device, max_length=2304) for device in ("cpu", "cuda")]
+    for q_lens, room in (([2200, 10], 2300), ([num_tokens, 1], 96)):
+        for server in servers:
+            server.num_tokens = 2, room
+        wanted, got = (server.step(q_lens) for server in servers)
+        for of_sequence, one in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(of_sequence, one, rtol=2**-6, atol=2**-6)

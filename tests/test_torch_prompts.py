@@ -363,6 +363,8 @@ def call_kernel(made: tuple[str, str, int], options: dict[str, Any], *arrays: ja
                 (("prompts", "nvfp4", 128), {"query_quantization": True}),
                 (("prompts", "fp8_e4m3", 128), {"query_quantization": True, "is_divided": True}),
                 (("prompts", "nvfp4", 64), {"query_quantization": True, "window": 1024, "has_sinks": True}),
+                (("prompts", "nvfp4", 128), {"near": 64}),
+                (("prompts", "bfloat16", 256), {"near": 128, "window": 1024}),
             )
         ),
     ],

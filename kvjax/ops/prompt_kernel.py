@@ -38,15 +38,21 @@ class Launch(NamedTuple):
       options: the call's, with a window that restricts.
       config: how it is launched.
       at_once: prompts of a lot, whose dense keys and values fit in `DENSE_BYTES` of `ops.options`.
+      near: the same rows over other tokens, of which they see the last ones, as many as `near_window`; or None.
+      near_window: see there.
     """
 
     prompts: Prompts
     options: Softmax
     config: kernel.PromptConfig
     at_once: int
+    near: Prompts | None = None
+    near_window: int | None = None
 
     @classmethod
-    def of(cls, prompts: Prompts, options: Softmax) -> Launch:
+    def of(
+        cls, prompts: Prompts, options: Softmax, near: Prompts | None = None, near_window: int | None = None
+    ) -> Launch:
         """The launch for prompts.
 
         With `batch_invariant`, rows are not divided into splits, whose number depends on the batch.
@@ -54,12 +60,13 @@ class Launch(NamedTuple):
         spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
         options = options._replace(window=restricting(options.window, prompts.max_tokens))
         reached = prompts.max_reached(options.window)
-        prompt_bytes = reached * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
+        tokens = reached + (0 if near is None else near.max_tokens)
+        prompt_bytes = tokens * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
         at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
         most = most_splits(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
         max_splits = 1 if options.batch_invariant else most
         config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_splits)
-        return cls(prompts, options, config, at_once)
+        return cls(prompts, options, config, at_once, near, near_window)
 
     @property
     def reads_results(self) -> bool:
@@ -78,21 +85,25 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
     """
-    prompts, options, config, at_once = launch
+    prompts, options, config, at_once, near, near_window = launch
     num_tokens = prompts.query.shape[0]
-    problem = kernel.PromptProblem(prompts.max_q_len, options.window, options.logits_soft_cap)
+    problem = kernel.PromptProblem(prompts.max_q_len, options.window, options.logits_soft_cap, near_window)
     rows, results = padded(prompts.query, results)
     is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
     alignment = kernel.TOKENS if options.batch_invariant or is_fp8 else kernel.ALIGNMENT
 
     def attend_lot(
-        results: tuple[jax.Array, jax.Array], lot: LayerSequences
+        results: tuple[jax.Array, jax.Array], lots: tuple[LayerSequences, LayerSequences | None]
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
         sinks = prompts.sinks if config.splits == 1 else None  # with the rows that attend to nothing
-        operands = _operands(Dense.of(prompts, lot), rows, sinks, problem, options.sm_scale, alignment)
+        own, recent = lots
+        operands = _operands(Dense.of(prompts, own), rows, sinks, problem, options.sm_scale, alignment)
+        if near is not None and recent is not None:
+            operands = operands._replace(near=_near(Dense.of(near, recent), problem, options.sm_scale, alignment))
         return attend_dense(operands, results, problem, config), None
 
-    (out, lse), _ = by_lots(attend_lot, results, prompts.sequences, at_once)
+    lots = prompts.sequences, None if near is None else near.sequences
+    (out, lse), _ = by_lots(attend_lot, results, lots, at_once)
     return out[0, :num_tokens], lse[0, :num_tokens]
 
 
@@ -135,18 +146,7 @@ def _operands(
 ) -> kernel.Operands[jax.Array]:
     cache, sequences, v_scale = dense.prompts.cache, dense.sequences, dense.prompts.v_scale
     spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
-    first_row = sequences.lens - sequences.q_lens  # the position of its token
-    # What only rows that are left out see may be NaN, which a weight of 0 does not remove.
-    lens = jnp.minimum(sequences.lens, first_row + problem.max_q_len)
-    start, table, skipped = None, sequences.table, jnp.zeros_like(first_row)
-    if problem.window is not None:
-        table, start = reached_blocks(sequences, problem.max_q_len, problem.window, size)
-        skipped = start // size * size
-        lens = lens - skipped
-    # A tile of tokens, and a multiple of the alignment.
-    step = alignment // math.gcd(alignment, size)
-    columns = max(table.shape[1], -(-kernel.TOKENS // size))
-    table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
+    table, lens, first_row, start, skipped = _Reached.of(dense, problem.max_q_len, problem.window, alignment)
     if kernel.fp8.is_fp8(dense.prompts.dtype):
         first = jnp.zeros_like(lens) if start is None else start - skipped
         units = units_of_blocks(cache, table, lens, first)
@@ -180,6 +180,50 @@ def _operands(
         -minus_end,
         heads,
     )
+
+
+def _near(dense: Dense, problem: kernel.PromptProblem, sm_scale: float, alignment: int) -> kernel.NearTokens[jax.Array]:
+    table, lens, first_row, start, skipped = _Reached.of(dense, problem.max_q_len, problem.near, alignment)
+    keys, values = dense.gather(table, lens)
+    if start is not None:
+        values = _without_tokens_before(values, start - skipped, dense.prompts.cache.spec.block_size)
+    factor = jnp.full(1, sm_scale, jnp.float32)
+    return kernel.NearTokens(keys, values, first_row - skipped, lens, factor)
+
+
+class _Reached(NamedTuple):
+    """The tokens that the rows of sequences reach; int32 `[num_prompts]`.
+
+    Attributes:
+      table: `[num_prompts, columns]`, their blocks: at least a tile of tokens, and a multiple of the alignment.
+      lens: how many they are.
+      first_row: the position of the first row's token in its sequence.
+      start: of the first that a row sees; None for the sequence's first.
+      skipped: of the first in the table.
+    """
+
+    table: jax.Array
+    lens: jax.Array
+    first_row: jax.Array
+    start: jax.Array | None
+    skipped: jax.Array
+
+    @classmethod
+    def of(cls, dense: Dense, max_q_len: int, window: int | None, alignment: int) -> _Reached:
+        """Those of the first `max_q_len` rows."""
+        sequences, size = dense.sequences, dense.prompts.cache.spec.block_size
+        first_row = sequences.lens - sequences.q_lens
+        # What only rows that are left out see may be NaN, which a weight of 0 does not remove.
+        lens = jnp.minimum(sequences.lens, first_row + max_q_len)
+        start, table, skipped = None, sequences.table, jnp.zeros_like(first_row)
+        if window is not None:
+            table, start = reached_blocks(sequences, max_q_len, window, size)
+            skipped = start // size * size
+            lens = lens - skipped
+        step = alignment // math.gcd(alignment, size)
+        columns = max(table.shape[1], -(-kernel.TOKENS // size))
+        table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
+        return cls(table, lens, first_row, start, skipped)
 
 
 def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax.Array:

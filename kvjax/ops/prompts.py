@@ -199,17 +199,18 @@ def attend(prompts: Prompts, options: Softmax) -> tuple[jax.Array, jax.Array]:
     return found
 
 
-def by_lots[Carried, Found](
-    attend: Callable[[Carried, LayerSequences], tuple[Carried, Found]],
+def by_lots[Carried, Found, Sequences](
+    attend: Callable[[Carried, Sequences], tuple[Carried, Found]],
     carried: Carried,
-    sequences: LayerSequences,
+    sequences: Sequences,
     at_once: int,
 ) -> tuple[Carried, Found]:
     """Calls `attend` with what is carried and `at_once` sequences at a time, the last of which may be padding.
 
-    Returns what is carried in the end, and what was found for each sequence.
+    `sequences` is a pytree of `LayerSequences`. Returns what is carried in the end, and what was found for each
+    sequence.
     """
-    num_seqs = len(sequences.lens)
+    num_seqs = len(jax.tree.leaves(sequences)[0])
     if at_once == num_seqs:
         return attend(carried, sequences)
 
@@ -217,7 +218,7 @@ def by_lots[Carried, Found](
         padded = jnp.pad(x, ((0, -len(x) % at_once), *((0, 0),) * (x.ndim - 1)))
         return padded.reshape(-1, at_once, *x.shape[1:])
 
-    carried, found = lax.scan(attend, carried, LayerSequences(*map(divided, sequences)))
+    carried, found = lax.scan(attend, carried, jax.tree.map(divided, sequences))
     return carried, jax.tree.map(lambda x: lax.collapse(x, 0, 2)[:num_seqs], found)
 
 

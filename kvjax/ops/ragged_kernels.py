@@ -114,6 +114,14 @@ def decode_rows(
     return lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
 
 
+class NearCache(NamedTuple):
+    """Tokens that the rows of prompts see beside those of their cache, each row the last `window` up to its own."""
+
+    cache: KVCache
+    read: kernel.ReadArrays
+    window: int
+
+
 def with_prompts(
     cache: KVCache,
     query: jax.Array,
@@ -121,11 +129,12 @@ def with_prompts(
     step: StepRows,
     decoded: tuple[jax.Array, jax.Array] | None,
     options: StaticOptions,
+    near: NearCache | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends with the rows of prompts, and joins these with what `decode_rows` returns.
+    """Attends with the rows of prompts, over `near` too, and joins these with what `decode_rows` returns.
 
-    Without `decoded`, rows that decode attend to nothing. Returns `[num_tokens, num_heads, head_size_v]` and the
-    log-sum-exp.
+    `near` needs the prompt kernel, which then multiplies in its dtype, the query's. Without `decoded`, rows that decode
+    attend to nothing. Returns `[num_tokens, num_heads, head_size_v]` and the log-sum-exp.
     """
     max_q_len, max_prompts, decode_q_len = options.limits
     num_tokens, num_seqs = query.shape[0], read.block_table.shape[0]
@@ -139,20 +148,27 @@ def with_prompts(
         return short
 
     (chosen,) = jnp.nonzero(~is_short, size=max_prompts, fill_value=num_seqs)
-    cache, block_table = in_one_layer(cache, read.layer, read.block_table)
-    sequences = prompts.LayerSequences(
-        block_table.at[chosen].get(mode="fill", fill_value=-1),
-        jnp.maximum(read.seq_lens, 0).at[chosen].get(mode="fill", fill_value=0),
-        step.q_ends.at[chosen].get(mode="fill", fill_value=0),
-        q_lens.at[chosen].get(mode="fill", fill_value=0),
-    )
     chosen_route = route(cache.spec, options.query, current())
-    scales = read.k_scale, read.v_scale
-    long = prompts.Prompts(cache, query, sequences, max_q_len, *scales, sinks, dtype=chosen_route.dense_dtype)
+    # Near tokens are exact in their dtype, and so are stored elements without their layer's scale.
+    dtype = chosen_route.dense_dtype if near is None else query.dtype
+
+    def prompts_over(cache: KVCache, read: kernel.ReadArrays) -> prompts.Prompts:
+        cache, block_table = in_one_layer(cache, read.layer, read.block_table)
+        sequences = prompts.LayerSequences(
+            block_table.at[chosen].get(mode="fill", fill_value=-1),
+            jnp.maximum(read.seq_lens, 0).at[chosen].get(mode="fill", fill_value=0),
+            step.q_ends.at[chosen].get(mode="fill", fill_value=0),
+            q_lens.at[chosen].get(mode="fill", fill_value=0),
+        )
+        scales = read.k_scale, read.v_scale
+        return prompts.Prompts(cache, query, sequences, max_q_len, *scales, sinks, dtype=dtype)
+
+    long = prompts_over(cache, read)
     rank, row = (jnp.cumsum(~is_short) - 1)[rows.seq], q_lens[rows.seq] - step.from_end
     is_long = rows.is_any & ~is_short[rows.seq] & (rank < max_prompts) & (row < max_q_len)
     if chosen_route.why_no_prompt_kernel is None:
-        launch = prompt_kernel.Launch.of(long, options.softmax)
+        others = () if near is None else (prompts_over(near.cache, near.read), near.window)
+        launch = prompt_kernel.Launch.of(long, options.softmax, *others)
         if not launch.reads_results:
             source = jnp.where(is_long, prompt_kernels.LEFT, source)
         result = jax.ShapeDtypeStruct(short[0].shape, short[0].dtype)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache, local_view
 from kvjax.kernels import attention as kernel
 from kvjax.kernels import placement
-from kvjax.kernels.target import Target
+from kvjax.kernels.target import Target, current
 from kvjax.ops import select
 from kvjax.ops.arguments import Window, as_sinks, check_devices
 from kvjax.ops.attention import attended, invariant_batch, own_query_sequences
@@ -23,8 +23,8 @@ from kvjax.ops.gather import Stored
 from kvjax.ops.merge import merge_attention_states
 from kvjax.ops.options import Given, Limits
 from kvjax.ops.ragged import Prepared, attend_ragged, of_all_shares, prepared, ragged_xla
-from kvjax.ops.ragged_kernels import StaticOptions, StepRows, as_read_of_step, with_prompts
-from kvjax.ops.route import Query, why_not_both
+from kvjax.ops.ragged_kernels import NearCache, StaticOptions, StepRows, as_read_of_step, with_prompts
+from kvjax.ops.route import Query, route, why_not_both
 from kvjax.ops.window_write import shared_division
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec
@@ -195,11 +195,23 @@ def _both_mosaic(
         )
         out, lse = kernel.decode_both(step.packed(query)[0], pages, window, step.q_lens)
         decoded = lax.collapse(out, 0, 2), lax.collapse(lse, 0, 2)
+    near_window = near_softmax.window
+    if near_window is not None and _one_prompt_kernel((cache.spec, recent.spec), options):
+        both = far._replace(sinks=near.sinks)
+        out, lse = with_prompts(cache, query, both, step, decoded, options[0], NearCache(recent, near, near_window))
+        return out[None], lse[None]
     out, lse = with_prompts(recent, query, near, step, decoded, options[1])
     if options[0].limits.max_prompts:
         of_prompts = with_prompts(cache, query, far, step, None, options[0])
         out, lse = merge_attention_states([out, of_prompts[0]], [lse, of_prompts[1]])
     return out[None], lse[None]
+
+
+def _one_prompt_kernel(specs: Sequence[AttentionSpec], options: Sequence[StaticOptions]) -> bool:
+    """Whether the prompt kernel serves rows of prompts over pages and over a ring at once: in 16 bits, as over each."""
+    asked = zip(specs, options, strict=True)
+    by_kernel = all(route(spec, each.query, current()).why_no_prompt_kernel is None for spec, each in asked)
+    return by_kernel and not any(each.query.query_quantization for each in options)
 
 
 def _results(*args: Any, **_: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from kvjax.kernels.warpgroups import in_order_of_products
 
 def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptProblem, config: PromptConfig) -> None:
     """All tokens belong to the first split; the others are not touched."""
-    query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks) = operands
+    query, keys, values, q_starts, q_lens, positions, bias, first_absent, ends, (factor, v_factor, sinks), near = (
+        operands
+    )
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = keys.shape[2]
     assert num_tokens >= ROWS
@@ -35,8 +38,19 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
     grouped = grouped.reshape(num_tokens, num_kv_heads, -1, head_size)
     sink = sinks.reshape(num_kv_heads, -1, 1)
 
+    def near_logits(own: Any, row: Any) -> jax.Array:
+        key, _, position, end = own
+        token = jnp.arange(len(key))
+        logits = jnp.einsum("rhgd,thd->hgrt", grouped, key.astype(jnp.float32))
+        logits *= near.factor
+        if problem.logits_soft_cap is not None:
+            logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
+        from_row = (position + row)[:, None] - token[None, :]
+        sees = (from_row >= 0) & (from_row < problem.near) & (token < end)
+        return jnp.where(sees, logits, -jnp.inf)
+
     def attend_one(results: Any, prompt: Any) -> Any:
-        key, value, start, count, position, absent, first_absent, end = prompt
+        (key, value, start, count, position, absent, first_absent, end), of_near = prompt
         own_positions = position + row - start
         is_own = (row >= start) & (row < start + jnp.minimum(count, problem.max_q_len))
         sees = token[None, :] <= own_positions[:, None]
@@ -48,6 +62,9 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
         if problem.logits_soft_cap is not None:
             logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
         logits = jnp.where(sees, logits, -jnp.inf)
+        num_far = len(key)
+        if of_near is not None:
+            logits = jnp.concatenate([logits, near_logits(of_near, row - start)], axis=-1)
         # As in the kernel, weights are rounded before they are divided by their sum.
         largest = jnp.max(logits, axis=-1)
         shift = jnp.where(largest == -jnp.inf, 0.0, largest)
@@ -60,11 +77,13 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
         else:
             value, weights_sum = value, weights.sum(axis=-1)
             weights = weights.astype(key.dtype)
-        attended = jnp.einsum("hgrt,thd->rhgd", weights, value, preferred_element_type=jnp.float32)
+        product = functools.partial(jnp.einsum, "hgrt,thd->rhgd", preferred_element_type=jnp.float32)
+        attended = product(weights[..., :num_far], value) * v_factor.reshape(num_kv_heads, -1, 1)
+        if of_near is not None:
+            attended += product(weights[..., num_far:], of_near[1])
         own_lse = jnp.logaddexp(shift + jnp.log(weights.sum(axis=-1) if is_fp8 else weights_sum), sink)
         share = jnp.where(own_lse == -jnp.inf, 0.0, jnp.exp(shift - own_lse))
         attended = (attended * jnp.moveaxis(share, -1, 0)[..., None]).reshape(num_tokens, num_heads, -1)
-        attended *= v_factor[None, :, None]
         own_lse = jnp.moveaxis(own_lse, -1, 0).reshape(num_tokens, num_heads)
         whole, whole_lse = results
         return (
@@ -72,7 +91,8 @@ def attend(operands: Operands, out: Any, lse: Any, claims: Any, problem: PromptP
             jnp.where(is_own[:, None], own_lse, whole_lse),
         ), None
 
-    prompts = keys, values, q_starts, q_lens, positions, bias, first_absent, ends
+    far = keys, values, q_starts, q_lens, positions, bias, first_absent, ends
+    prompts = far, None if near is None else near[:4]
     (whole, whole_lse), _ = lax.scan(attend_one, (out[0], lse[0]), prompts)
     # The kernel takes items from the number on that its queue begins with.
     is_new = claims[0] == 0

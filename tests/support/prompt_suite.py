@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.kernels import prompts
-from kvjax.kernels.prompts import Operands, PromptConfig, PromptProblem
+from kvjax.kernels.prompts import NearTokens, Operands, PromptConfig, PromptProblem
 from kvjax.kernels.target import Target, tracing_for
 from support import prompt_model
 from support.interpret_mode import interpret_mode
@@ -36,8 +36,12 @@ def operands(
     sinks: bool = False,
     dtype: Any = np.float16,
     query_dtype: Any = None,
+    near: int | None = None,
 ) -> Operands:
-    """Random rows of sequences, the first of which begins at row `first_row`; NaN where no row looks."""
+    """Random rows of sequences, the first of which begins at row `first_row`; NaN where no row looks.
+
+    `near` are the near tokens before each sequence's first row, as far as its position has so many.
+    """
     rng = np.random.default_rng(0)
     num_heads, num_kv_heads = heads
 
@@ -54,6 +58,16 @@ def operands(
     lens = [max(q_len + position, 0) for q_len, position in zip(q_lens, positions, strict=True)]
     for prompt, length in enumerate(lens):
         keys = keys.at[prompt, length:].set(np.nan)
+    of_near = None
+    if near is not None:
+        before = [max(min(near, position + 8), 0) for position in positions]
+        ends = [max(one + q_len, 0) for one, q_len in zip(before, q_lens, strict=True)]
+        num_near = -(-max(*ends, 128) // 8) * 8
+        recent = [normal(len(q_lens), num_near, num_kv_heads, size) for size in (head_size, head_size_v)]
+        for prompt, end in enumerate(ends):
+            recent[0] = recent[0].at[prompt, end:].set(np.nan)
+        numbers = (jnp.asarray(x, jnp.int32) for x in (before, ends))
+        of_near = NearTokens(*recent, *numbers, jnp.full(1, 0.13, jnp.float32))
     return Operands(
         normal(num_tokens, num_heads, head_size).astype(query_dtype or dtype),
         keys,
@@ -70,6 +84,7 @@ def operands(
             ],
             jnp.float32,
         ),
+        of_near,
     )
 
 
@@ -100,7 +115,8 @@ def check(
     mode = contextlib.nullcontext() if on_gpu else interpret_mode(detect_races=detect_races)
     with mode, tracing_for(Target(multiprocessors)):
         got, log = run(prompts.attend, args, problem, config)
-    finite = args._replace(keys=jnp.nan_to_num(args.keys))
+    near = args.near and args.near._replace(keys=jnp.nan_to_num(args.near.keys))
+    finite = args._replace(keys=jnp.nan_to_num(args.keys), near=near)
     with jax.default_matmul_precision("highest"):
         expected, expected_log = run(prompt_model.attend, finite, problem, config)
     if on_gpu and args.keys.dtype == jnp.float8_e4m3fn:

@@ -46,7 +46,8 @@ def attend(
     if not (query.numel() and tensors.block_table.numel()):
         see_nothing(out, lse, sinks)
         return out, lse
-    call = RaggedCall.of(plan, attention, query, tensors, cu_q_lens, sinks, (out, lse))
+    step = RaggedStep(query, query, tensors, cu_q_lens, sinks, out, lse)
+    call = RaggedCall.divided(plan, attention, step).with_kernels()
     schedule = call.schedule()
     if schedule.packed is not None:
         call.place(schedule.packed, _decode(attention, call.step, schedule.packed, tree))
@@ -100,52 +101,49 @@ class RaggedCall:
       of_prompts: the plan of prompts.
       step: its arrays and results.
       step_kernels: those that divide it.
-      lots: of prompts, and `own` the kernels that attend with them; None where torch does.
       dtype: of gathered keys and values.
+      by_kernels: whether the prompt kernel attends with prompts.
+      lots: of prompts, and `own` the kernels that attend with them; None where torch does.
+      near: the call over near tokens that the prompt kernel also attends to; None for none.
     """
 
     plan: RaggedPlan
     of_prompts: RaggedPlan
     step: RaggedStep
     step_kernels: ragged_step.StepKernels
-    lots: prompt_kernels.Lots | None
-    own: prompt_kernels.PromptKernels | None
     dtype: torch.dtype
+    by_kernels: bool
+    lots: prompt_kernels.Lots | None = None
+    own: prompt_kernels.PromptKernels | None = None
+    near: RaggedCall | None = None
 
     @classmethod
-    def of(
-        cls,
-        plan: RaggedPlan,
-        decoding: AttentionPlan,
-        query: torch.Tensor,
-        tensors: ReadTensors,
-        cu_q_lens: torch.Tensor,
-        sinks: torch.Tensor | None,
-        results: tuple[torch.Tensor, torch.Tensor],
-    ) -> RaggedCall:
-        """A call that is not refused, whose kernels it compiles; `results` are those of `results_of`."""
+    def divided(cls, plan: RaggedPlan, decoding: AttentionPlan, step: RaggedStep) -> RaggedCall:
+        """A call that is not refused, without the kernels of its prompts; `step.rows` is the query."""
         attention = plan.attention
-        served = attending.route_of(attention, query.device, plan.query_quantization)
+        served = attending.route_of(attention, step.query.device, plan.query_quantization)
         by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
-        rows = ragged_step.runs(query, kernels.PROMPT_ROWS if by_kernels else 1)
-        step = RaggedStep(query, rows, tensors, cu_q_lens, sinks, *results)
+        rows = ragged_step.runs(step.query, kernels.PROMPT_ROWS if by_kernels else 1)
+        step = dataclasses.replace(step, rows=rows)
         of_prompts = dataclasses.replace(plan, attention=_of_prompts(attention, step.tensors, by_kernels))
         window = of_prompts.attention.window if plan.max_prompts else None
         step_kernels = ragged_step.kernels_of(decoding, window, is_aligned=step.out.data_ptr() % 4 == 0)
-        lots = prompt_kernels.Lots.of(of_prompts, step) if by_kernels else None
-        own = prompt_kernels.kernels_of(of_prompts, step) if by_kernels else None
-        running.compile_once((*step_kernels, *(() if own is None else own.every)), step.query.device)
+        own_plan = dataclasses.replace(plan, attention=decoding)
+        return cls(own_plan, of_prompts, step, step_kernels, torch_dtype(served.dense_dtype), by_kernels)
+
+    def with_kernels(self, near: RaggedCall | None = None) -> RaggedCall:
+        """The call, whose kernels it compiles, and those that divide `near`; both calls have the same results."""
+        lots = own = None
+        others = () if near is None else near.step_kernels
+        if self.by_kernels:
+            of_near = None if near is None else prompt_kernels.NearStep(near.of_prompts, near.step)
+            lots = prompt_kernels.Lots.of(self.of_prompts, self.step, of_near)
+            own = prompt_kernels.kernels_of(self.of_prompts, self.step, of_near)
+        kernels_of_call = *self.step_kernels, *others, *(() if own is None else own.every)
+        running.compile_once(kernels_of_call, self.step.query.device)
         if lots is not None and lots.splits > 1:
-            see_nothing(step.out, step.lse, step.sinks)
-        return cls(
-            dataclasses.replace(plan, attention=decoding),
-            of_prompts,
-            step,
-            step_kernels,
-            lots,
-            own,
-            torch_dtype(served.dense_dtype),
-        )
+            see_nothing(self.step.out, self.step.lse, self.step.sinks)
+        return dataclasses.replace(self, lots=lots, own=own, near=near)
 
     def schedule(self) -> ragged_step.Schedule:
         """Divides the step; stores the results of rows that see nothing."""
@@ -156,10 +154,17 @@ class RaggedCall:
         """Stores the results of packed rows, `[n, num_heads, ...]`."""
         ragged_step.place(self.step, self.step_kernels.place, packed.places, *decoded)
 
-    def attend_with_prompts(self, schedule: ragged_step.Schedule) -> None:
-        """Stores the results of prompts."""
+    def attend_with_prompts(
+        self, schedule: ragged_step.Schedule, near_schedule: ragged_step.Schedule | None = None
+    ) -> None:
+        """Stores the results of prompts; `near_schedule` is that of the call over near tokens, if there is one."""
         if self.lots is not None and self.own is not None:
-            prompt_kernels.attend(self.of_prompts, self.step, schedule, self.lots, self.own, self.dtype)
+            dtype, near = self.dtype, None
+            if self.near is not None and near_schedule is not None:
+                dtype = self.step.query.dtype
+                near = prompt_kernels.NearStep(self.near.of_prompts, self.near.step), near_schedule
+            of_prompts = prompt_kernels.PromptCall(self.of_prompts, self.step, self.lots, self.own, dtype)
+            prompt_kernels.attend(of_prompts, schedule, near)
         elif self.plan.max_prompts:
             prompts.attend(self.of_prompts, self.step, self.step_kernels.place, self.dtype)
 

@@ -12,7 +12,7 @@ from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, Read
 from kvjax_torch.arguments.writes import ring_plan, write_plan
 from kvjax_torch.calls import attending, choosing, writing
 from kvjax_torch.cuda import ragged, reads
-from kvjax_torch.cuda.ragged_step import PackedRows
+from kvjax_torch.cuda.ragged_step import PackedRows, RaggedStep, Schedule
 from kvjax_torch.launch import running
 
 
@@ -83,31 +83,50 @@ def parts_of(both: BothCaches) -> Parts:
 
 
 def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Attends with rows that decode by one kernel for both, with those of prompts over the ring and over pages.
+    """Attends with rows that decode by one kernel for both, and with those of prompts by one where it serves both.
 
-    Returns results and log-sum-exps, to be merged: over the ring with those of rows that decode; and if prompts may
-    come, over pages, where other rows see nothing. `parts` are those of `parts_of`, and not empty.
+    Returns results and log-sum-exps, to be merged: those of all rows or, where prompts are attended to over the ring
+    and over pages, over the ring with those of rows that decode, and over pages, where other rows see nothing. `parts`
+    are those of `parts_of`, and not empty.
     """
-    near = _call(both, 1, both.sinks)
+    results = ragged.results_of(both.plans[1], both.query)
+    near = _call(both, 1, both.sinks, results)
+    if not near.plan.max_prompts:
+        _divide_and_decode(both, parts, near.with_kernels())
+        return [results]
+    if near.by_kernels and near.of_prompts.attention.window is not None and not both.plans[0].query_quantization:
+        far = _call(both, 0, both.sinks, results)
+        if far.by_kernels:
+            far = far.with_kernels(near)
+            schedule = far.schedule()  # what it stores for rows that decode, the other one does too
+            far.attend_with_prompts(schedule, _divide_and_decode(both, parts, near))
+            return [results]
+    near = near.with_kernels()
+    near.attend_with_prompts(_divide_and_decode(both, parts, near))
+    of_pages = ragged.results_of(both.plans[0], both.query)
+    far = _call(both, 0, None, of_pages).with_kernels()
+    ragged.see_nothing(*of_pages, None)
+    far.attend_with_prompts(far.schedule())
+    return [results, of_pages]
+
+
+def _divide_and_decode(both: BothCaches, parts: Parts, near: ragged.RaggedCall) -> Schedule:
+    """Divides a step by its call over the ring, and attends with rows that decode."""
     schedule = near.schedule()
     if schedule.packed is not None:
         near.place(schedule.packed, _decode(both, parts, schedule.packed))
-    near.attend_with_prompts(schedule)
-    results = [(near.step.out, near.step.lse)]
-    if near.plan.max_prompts:
-        far = _call(both, 0, None)
-        ragged.see_nothing(far.step.out, far.step.lse, None)
-        far.attend_with_prompts(far.schedule())
-        results.append((far.step.out, far.step.lse))
-    return results
+    return schedule
 
 
-def _call(both: BothCaches, number: int, sinks: torch.Tensor | None) -> ragged.RaggedCall:
-    plan = both.plans[number]
-    results = ragged.results_of(plan, both.query)
+def _call(
+    both: BothCaches, number: int, sinks: torch.Tensor | None, results: tuple[torch.Tensor, torch.Tensor]
+) -> ragged.RaggedCall:
+    plan, tensors = both.plans[number], both.tensors[number]
+    attention = dataclasses.replace(plan.attention, has_sinks=sinks is not None)
     # All rows of a sequence are packed together, whatever the window.
-    packed = dataclasses.replace(plan.attention, window=None)
-    return ragged.RaggedCall.of(plan, packed, both.query, both.tensors[number], both.cu_q_lens, sinks, results)
+    packed = dataclasses.replace(attention, window=None)
+    step = RaggedStep(both.query, both.query, tensors, both.cu_q_lens, sinks, *results)
+    return ragged.RaggedCall.divided(dataclasses.replace(plan, attention=attention), packed, step)
 
 
 def _decode(both: BothCaches, parts: Parts, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:

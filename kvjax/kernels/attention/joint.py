@@ -24,7 +24,6 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import ABSENT, Carry, Ref
 from kvjax.kernels.attention.choice import (
-    AHEAD_BYTES,
     BatchSizes,
     choose_for,
     plain_problem,
@@ -47,9 +46,6 @@ NUM_SUMS = 2
 
 COST_BYTES = 1024
 """The unit of work that thread blocks are divided by."""
-
-SEGMENT_BYTES = 2 * AHEAD_BYTES
-"""What the start of a sequence costs, in bytes that would be read in its time: a block of the table, then its rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +112,6 @@ class JointSource(NamedTuple):
         size = size if reach is None else size * min(reach, self.config.rows) // self.config.rows
         return max(size // COST_BYTES, 1)
 
-    def work(self, counts: jax.Array) -> jax.Array:
-        """The work of sequences of so many stages each."""
-        return counts * self.stage_cost + jnp.where(counts > 0, SEGMENT_BYTES // COST_BYTES, 0)
-
 
 def work_of(sources: Sequence[JointSource]) -> list[jax.Array]:
     """The work of all sequences in each of the caches, whose lengths are loaded at once."""
@@ -127,7 +119,7 @@ def work_of(sources: Sequence[JointSource]) -> list[jax.Array]:
 
     def add(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         each = zip(totals, sources, every, strict=True)
-        return [total + source.work(sequences.counts(i * LANES)) for total, source, sequences in each]
+        return [total + sequences.counts(i * LANES) * source.stage_cost for total, source, sequences in each]
 
     totals = lax.fori_loop(0, every[0].chunks, add, [lanes.splat(0, jnp.int32)] * len(every))
     return [lanes.of_first_thread(lanes.sum_over_warp(total)) for total in totals]

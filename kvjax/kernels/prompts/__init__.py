@@ -18,6 +18,7 @@ bias is -inf. Only tiles that some row does not see as a whole are masked.
 
 from kvjax.kernels.prompts import fp8 as fp8
 from kvjax.kernels.prompts.launch import attend as attend
+from kvjax.kernels.prompts.operands import NearTokens as NearTokens
 from kvjax.kernels.prompts.operands import Operands as Operands
 from kvjax.kernels.prompts.operands import RaggedOperands as RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT

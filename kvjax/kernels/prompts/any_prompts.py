@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,10 +65,10 @@ def dense_dtype(spec: AttentionSpec, query_dtype: DType) -> DType:
 def any_gather(
     spec: AttentionSpec,
     pages: tuple[PageMemory, PageMemory],
-    query_dtype: DType,
+    dtype: DType,
     scale_pages: RowScaleMemory = (None, None),
 ) -> AnyCount:
-    """The gather of a lot's pages to tiles, without the scales of the whole or of a head.
+    """The gather of a lot's pages to tiles of a dtype, without the scales of the whole or of a head.
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, those of the scales of
     each token and head where these are arrays of their own, and the results: tiles of keys and of values, and the bias,
@@ -77,7 +78,6 @@ def any_gather(
     """
     codecs_of(spec)
     check_row_scales(spec, pages, scale_pages)
-    dtype = dense_dtype(spec, query_dtype)
     tokens = math.gcd(GatherConfig.choose(spec, dtype).tokens, TOKENS)
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Ref]) -> None:
@@ -152,6 +152,7 @@ class PromptKind:
       has_sinks: whether heads have sinks.
       is_divided: whether there are several splits, without sinks.
       query_quantization: whether products are in fp8, of the tiles of `any_fp8`.
+      near: tokens that a row sees of near tokens, of the query's dtype, which have tiles of their own; None for none.
     """
 
     spec: AttentionSpec
@@ -164,10 +165,13 @@ class PromptKind:
     has_sinks: bool
     is_divided: bool
     query_quantization: bool = False
+    near: int | None = None
 
     @property
     def dtype(self) -> DType:
         """That of tiles."""
+        if self.near is not None:
+            return np.dtype(self.query.dtype)
         return fp8.DTYPE if self.query_quantization else dense_dtype(self.spec, self.query.dtype)
 
     @property
@@ -199,8 +203,9 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
 
     The arguments are the schedule's results, the query, tiles and bias, for NVFP4 in products in fp8 the units of
     `any_fp8.any_units`, k_scale and v_scale (each where its part of the dtype takes one), the sinks, if there are any,
-    and the results out and lse. `num_rows` are those of the query,
-    at least `ROWS`; `prompts_at_once` are those of a lot.
+    with near tokens the prompts that their schedule found, their tiles and bias, and the results out and lse.
+    `num_rows` are those of the query, at least `ROWS`; `prompts_at_once` are those of a lot; `near_tokens` is
+    `num_tokens` of near tokens.
     """
     spec, dtype = kind.spec, kind.dtype
     with tracing_for(target):
@@ -210,11 +215,16 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
         for name, size, part in zip(SCALES, kind.scale_sizes, spec.dtype.parts, strict=True)
         if part.takes_scale
     }
-    problem = PromptProblem(0, kind.window, kind.logits_soft_cap)
+    problem = PromptProblem(0, kind.window, kind.logits_soft_cap, kind.near)
+    own_tiles = tile_arguments(spec, dtype)
+    near_tiles = {each.name: each._replace(name=f"near_{each.name}") for each in (FOUND[1], *own_tiles)}
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         k_scale, v_scale = (arrays[name] if name in scales else None for name in SCALES)
         first = jnp.int32(counts["first_prompt"])
+        found: dict[str, Any] = {
+            name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")
+        }
         own = TiledArrays(
             num_heads=kind.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -232,8 +242,13 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             units=[arrays["units"] if has_units else None for has_units in kind.has_units],
             out_ref=arrays["out"],
             lse_ref=arrays["lse"],
-            **{name: arrays[name] for name in ("prompts", "header", "query", "keys", "values", "bias")},
+            **found,
         )
+        if kind.near is not None:
+            near: dict[str, Any] = {name: arrays[each.name] for name, each in near_tiles.items()}
+            near |= {"k_scale": None, "v_scale": None, "sinks": None, "units": (None, None)}
+            of_near = dataclasses.replace(own, num_tokens=jnp.int32(counts["near_tokens"]), **near)
+            own = dataclasses.replace(own, near=of_near)
         splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
         attend(problem, dataclasses.replace(config, splits=splits), own, scratch)
 
@@ -241,16 +256,18 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     arguments = (
         *FOUND[1:],
         kind.query.argument("query", lambda rows: rows),
-        *tile_arguments(spec, dtype),
+        *own_tiles,
         *([Argument("units", NUMBERS)] if any(kind.has_units) else []),
         *scales.values(),
         *([Argument("sinks", jax.ShapeDtypeStruct((kind.num_heads,), jnp.float32))] if kind.has_sinks else []),
+        *(near_tiles.values() if kind.near is not None else ()),
         *results,
     )
-    counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "splits"
+    near_counts = () if kind.near is None else ("near_tokens",)
+    counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "splits", *near_counts
     return AnyCount(
         body,
-        functools.partial(kernel_of_tiles, config, (spec.head_size, spec.head_size_v, dtype), target),
+        functools.partial(kernel_of_tiles, problem, config, (spec.head_size, spec.head_size_v, dtype), target),
         counts,
         arguments,
         writes=("header", *(argument.name for argument in results)),
@@ -266,10 +283,15 @@ def attend(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, s
 
 
 def kernel_of_tiles(
-    config: PromptConfig, sizes: tuple[int, int, DType], target: Target, body: Callable[..., None], **_: object
+    problem: PromptProblem,
+    config: PromptConfig,
+    sizes: tuple[int, int, DType],
+    target: Target,
+    body: Callable[..., None],
+    **_: object,
 ) -> Kernel:
     """The prompt kernel of a body over tiles; `sizes` are columns of keys and of values, and their dtype."""
-    return kernel_of(body, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
+    return kernel_of(body, problem, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 
 
 def result_arguments(num_heads: int, head_size_v: int, dtype: DType) -> tuple[Argument, Argument]:

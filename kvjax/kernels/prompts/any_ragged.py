@@ -173,6 +173,8 @@ def any_ragged(kind: RaggedKind, target: Target) -> AnyCount:
     with tracing_for(target):
         config = choose(spec, 1, 1, kind.num_heads, 0, 1)
 
+    problem = PromptProblem(0, None, None)
+
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         numbers = {name: jnp.int32(count) for name, count in counts.items()}
         own = RaggedTiles(
@@ -192,12 +194,12 @@ def any_ragged(kind: RaggedKind, target: Target) -> AnyCount:
             lse_ref=arrays["lse"],
         )
         splits = numbers["splits"] if kind.is_divided else 1
-        attend(PromptProblem(0, None, None), dataclasses.replace(config, splits=splits), own, scratch)
+        attend(problem, dataclasses.replace(config, splits=splits), own, scratch)
 
     results = result_arguments(kind.num_heads, spec.head_size_v, dtype)
     return AnyCount(
         body,
-        functools.partial(kernel_of_tiles, config, (spec.head_size, spec.head_size_v, dtype), target),
+        functools.partial(kernel_of_tiles, problem, config, (spec.head_size, spec.head_size_v, dtype), target),
         ("num_seqs", "num_rows", "head_rows", "splits"),
         (
             kind.query.argument("query", lambda rows: rows),

@@ -39,34 +39,44 @@ def attend(
       config: how to launch it.
     """
     query, keys, values = operands[:3]
+    near = operands.near if isinstance(operands, Operands) else None
     num_tokens, num_kv_heads, size = keys.shape[-3:]
-    if query.shape[0] < ROWS or num_tokens < config.tokens or num_tokens % ALIGNMENT:
-        raise ValueError(f"got {query.shape[0]} rows and {num_tokens} tokens, expected what Operands describes")
+    sizes = num_tokens, *(() if near is None else (near.keys.shape[1],))
+    if query.shape[0] < ROWS or min(sizes) < config.tokens or any(each % ALIGNMENT for each in sizes):
+        raise ValueError(f"got {query.shape[0]} rows and {sizes} tokens, expected what Operands describes")
+    if (near is None) != (problem.near is None):
+        raise ValueError(f"{problem.near=} and {near=}, expected both or neither")
     heads, rows = block_shape(query.shape[1], num_kv_heads)
     num_prompts = operands.q_lens.shape[0]
     most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * int(config.splits)
-    count, is_ragged = len(operands), isinstance(operands, RaggedOperands)
+    flat, structure = jax.tree.flatten(operands)
+    count = len(flat)
 
     def body(*refs: Ref) -> None:
         own, results, scratch = refs[:count], refs[count : count + 3], Scratch(*refs[count + 3 :])
-        if is_ragged:
-            run(problem, config, RaggedArrays(RaggedOperands(*own), *results), scratch)
-        else:
-            run(problem, config, DenseArrays(Operands(*own), *results), scratch)
+        given = jax.tree.unflatten(structure, own)
+        arrays = (RaggedArrays if isinstance(operands, RaggedOperands) else DenseArrays)(given, *results)
+        run(problem, config, arrays, scratch)
 
-    sizes = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
+    columns = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)
-    kernel = kernel_of(body, config, sizes, ready, max(1, min(most_items, current().multiprocessors)))
-    kernel(*operands, out, lse, claims)
+    kernel = kernel_of(body, problem, config, columns, ready, max(1, min(most_items, current().multiprocessors)))
+    kernel(*flat, out, lse, claims)
 
 
 def kernel_of(
-    body: Callable[..., None], config: PromptConfig, sizes: tuple[int, int, DType], ready: ScratchType, num_blocks: int
+    body: Callable[..., None],
+    problem: PromptProblem,
+    config: PromptConfig,
+    sizes: tuple[int, int, DType],
+    ready: ScratchType,
+    num_blocks: int,
 ) -> Kernel:
     """The kernel of `body`, which gets its `Scratch` after references.
 
     Args:
       body: a function of references.
+      problem: what it computes.
       config: how to launch it.
       sizes: columns of keys and of values, and their dtype.
       ready: shared memory of the barriers of copies.
@@ -82,7 +92,7 @@ def kernel_of(
             tiles.shared(WARPGROUPS, ROWS, size, dtype),
             tiles.shared(config.stages, config.tokens, size, dtype),
             tiles.shared(config.stages, *values, dtype),
-            plgpu.SMEM((len(Claimed._fields),), np.dtype(np.int32)),
+            plgpu.SMEM((Claimed.num_numbers(problem),), np.dtype(np.int32)),
             ready,
             ready,
             plgpu.Barrier(num_barriers=WARPGROUPS) if is_fp8 else plgpu.Barrier(num_arrivals=WARPGROUPS),

@@ -19,6 +19,25 @@ from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.problem import ROWS
 
 
+class NearTokens[Array: (jax.Array, Ref)](NamedTuple):
+    """Tokens that rows see beside others, each row the last ones up to its own.
+
+    Attributes:
+      keys: as in `Operands`, of the same dtype, and so are `values`, `positions` and `ends`. All before an end are
+        present.
+      values: likewise.
+      positions: likewise.
+      ends: likewise.
+      factor: float32 `[1]`, the factor of the logits, positive.
+    """
+
+    keys: Array
+    values: Array
+    positions: Array
+    ends: Array
+    factor: Array
+
+
 class Operands[Array: (jax.Array, Ref)](NamedTuple):
     """Arrays, or references to them.
 
@@ -36,6 +55,7 @@ class Operands[Array: (jax.Array, Ref)](NamedTuple):
       ends: int32 `[num_prompts]`: no token from this one on is present.
       heads: float32 `[3, num_heads]` or, in fp8, `[num_prompts, 3, num_heads]`: a positive factor of the logits, one of
         the results, and the sink, -inf for none. With several splits there must be none: each would count it.
+      near: near tokens, of which rows see the last ones, of 16 bits; None for none.
     """
 
     query: Array
@@ -48,6 +68,7 @@ class Operands[Array: (jax.Array, Ref)](NamedTuple):
     first_absent: Array
     ends: Array
     heads: Array
+    near: NearTokens[Array] | None = None
 
 
 class RaggedOperands[Array: (jax.Array, Ref)](NamedTuple):
@@ -87,8 +108,29 @@ class Stage(NamedTuple):
     full: Barriers
 
 
-class PromptArrays(Protocol):
-    """Accesses to what the kernel reads and writes. Indices of prompts, heads, rows and tokens are int32 scalars."""
+class TokenArrays(Protocol):
+    """Accesses to tokens. Indices of prompts, heads and tokens are int32 scalars."""
+
+    def position(self, prompt: Scalar) -> jax.Array:
+        """As in `Operands`, here and below."""
+
+    def end(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
+
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
+        """The factor of the logits."""
+
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
+        """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
+
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
+        """The first token that is copied of a tile: of an earlier tile where there are too few."""
+
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
+        """Starts the copy of a tile of keys or values."""
+
+
+class PromptArrays(TokenArrays, Protocol):
+    """Accesses to what the kernel reads and writes; indices of rows are int32 scalars too."""
 
     @property
     def num_heads(self) -> int:
@@ -122,22 +164,18 @@ class PromptArrays(Protocol):
     def claims(self) -> Ref:
         """Reference to an int32 scalar."""
 
-    def q_start(self, prompt: Scalar) -> jax.Array:
-        """As in `Operands`, here and below."""
+    @property
+    def near(self) -> TokenArrays | None:
+        """Near tokens, if any."""
+
+    def q_start(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
     def q_len(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
-
-    def position(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
 
     def first_present(self, prompt: Scalar) -> Scalar:
         """The first token that is present, unless `is_aligned`."""
 
     def first_absent(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
-
-    def end(self, prompt: Scalar) -> jax.Array: ...  # noqa: D102
-
-    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
-        """The factor of the logits."""
 
     def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the results."""
@@ -147,17 +185,8 @@ class PromptArrays(Protocol):
     def load_query(self, first: Scalar, head: Scalar) -> jax.Array:
         """`ROWS` rows of a head."""
 
-    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
-        """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
-
     def out(self, split: Scalar, head: Scalar) -> tuple[Ref, Ref, Scalar]:
         """References to a head's results and log-sum-exp, and their row that corresponds to row 0 of the query."""
-
-    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """The first token that is copied of a tile: of an earlier tile where there are too few."""
-
-    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
-        """Starts the copy of a tile of keys or values."""
 
     def wait(self, full: Barriers, slot: Scalar, times: Callable[[], Scalar]) -> None:
         """Waits for the copy to a slot, which was filled `times()` times before."""
@@ -246,8 +275,51 @@ class _JaxArrays[Given: (Operands[Ref], RaggedOperands[Ref])]:
 
 
 @dataclasses.dataclass(frozen=True)
+class NearArrays:
+    """JAX's arrays of `NearTokens`."""
+
+    tokens: NearTokens[Ref]
+
+    def position(self, prompt: Scalar) -> jax.Array:  # noqa: D102
+        return self.tokens.positions[prompt]
+
+    def end(self, prompt: Scalar) -> jax.Array:  # noqa: D102
+        return self.tokens.ends[prompt]
+
+    def factor(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:  # noqa: D102
+        return self.tokens.factor[0]
+
+    def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
+        return token < self.end(prompt)
+
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:  # noqa: D102
+        return _tile_within(tile, size, self.tokens.keys)
+
+    def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
+        _copy_tokens(self.tokens.values if values else self.tokens.keys, prompt, kv_head, first, stage)
+
+
+def _tile_within(tile: Scalar, size: int, dense: Ref) -> Scalar:
+    """The first token of a tile; the last tile starts earlier, to end with the dense tokens.
+
+    What it shares with the tile before is masked.
+    """
+    return jnp.minimum(tile * size, dense.shape[1] - size)
+
+
+def _copy_tokens(source: Ref, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
+    buffer, slot, full = stage
+    tokens = pl.ds(first, buffer.shape[1])
+    compat.copy_to_shared(source.at[prompt, tokens, kv_head], buffer.at[slot], full.at[slot])
+
+
+@dataclasses.dataclass(frozen=True)
 class DenseArrays(_JaxArrays[Operands[Ref]]):
     """JAX's arrays of `Operands`."""
+
+    @property
+    def near(self) -> NearArrays | None:  # noqa: D102
+        return None if self.operands.near is None else NearArrays(self.operands.near)
 
     @property
     def is_aligned(self) -> bool:  # noqa: D102
@@ -262,12 +334,8 @@ class DenseArrays(_JaxArrays[Operands[Ref]]):
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
         return by_bias(self.operands.bias.at[prompt], first, token)
 
-    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """The last tile starts earlier, to end with the dense tokens.
-
-        What it shares with the tile before is masked.
-        """
-        return jnp.minimum(tile * size, self.operands.keys.shape[1] - size)
+    def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:  # noqa: D102
+        return _tile_within(tile, size, self.operands.keys)
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         source = self.operands.values if values else self.operands.keys
@@ -277,13 +345,16 @@ class DenseArrays(_JaxArrays[Operands[Ref]]):
             buffer = buffer.at[slot, pl.ds(0, self.head_size_v)]
             compat.copy_to_shared(source, buffer, full.at[slot])
             return
-        tokens = pl.ds(first, buffer.shape[1])
-        compat.copy_to_shared(source.at[prompt, tokens, kv_head], buffer.at[slot], full.at[slot])
+        _copy_tokens(source, prompt, kv_head, first, stage)
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedArrays(_JaxArrays[RaggedOperands[Ref]]):
     """JAX's arrays of `RaggedOperands`."""
+
+    @property
+    def near(self) -> None:  # noqa: D102
+        return None
 
     @property
     def is_aligned(self) -> bool:  # noqa: D102

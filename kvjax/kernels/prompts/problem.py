@@ -55,11 +55,13 @@ class PromptProblem(NamedTuple):
       max_q_len: most rows of a sequence.
       window: tokens that a row sees, its own included.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`.
+      near: tokens that a row sees of the near ones, its own included; None where there are none.
     """
 
     max_q_len: int
     window: int | None
     logits_soft_cap: float | None
+    near: int | None = None
 
 
 def why_not(head_sizes: tuple[int, int], target: Target) -> str | None:

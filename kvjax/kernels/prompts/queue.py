@@ -28,6 +28,8 @@ class Claimed(NamedTuple):
       kv_head: the head whose keys and values it reads.
       start: its first tile of tokens.
       stop: the tile after the last.
+      near_start: its first tile of near tokens; None where there are none, and so is `near_stop`.
+      near_stop: the tile after the last.
     """
 
     index: Scalar
@@ -37,6 +39,25 @@ class Claimed(NamedTuple):
     kv_head: Scalar
     start: Scalar
     stop: Scalar
+    near_start: Scalar | None = None
+    near_stop: Scalar | None = None
+
+    @classmethod
+    def num_numbers(cls, problem: PromptProblem) -> int:
+        """How many numbers describe an item."""
+        return len(cls._fields) - (2 if problem.near is None else 0)
+
+    @property
+    def numbers(self) -> tuple[Scalar, ...]:
+        """Those that describe it."""
+        return self if self.near_start is not None else self[:-2]
+
+    @property
+    def bounds(self) -> tuple[Scalar, ...]:
+        """As `Item.bounds`."""
+        if self.near_start is None:
+            return (self.stop,)
+        return self.stop, self.near_start, self.stop + self.near_stop - self.near_start
 
 
 class TileSpan(NamedTuple):
@@ -62,18 +83,16 @@ def _span(
     rows: tuple[Scalar, Scalar],
     present: tuple[Scalar, Scalar, Scalar],
     no_tile: int | None,
+    may_be_none: Scalar | None = None,
 ) -> TileSpan:
     """The tiles for rows at positions `rows`, the first and the last.
 
     `present` are the first token that is present, from there the first that is absent, and the end of those present.
-    Where no row sees a token it is one tile, which is masked: `no_tile`, unless that is None.
+    Where no row sees a token it is one tile, which is masked: `no_tile`, unless that is None; or none if `may_be_none`.
     """
     (first, last), (first_present, first_absent, end) = rows, present
     size = config.tokens
-    ends = jnp.clip(last + 1, 0, end)
-    begins = jnp.int32(0) if problem.window is None else jnp.maximum(first - (problem.window - 1), 0)
-    start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
-    stop = jnp.maximum(start, stop)
+    start, stop = _seen(problem.window, size, rows, end)
     plain_stop = lax.div(jnp.clip(first + 1, 0, first_absent), jnp.int32(size))
     plain_start = jnp.int32(first_present)
     if problem.window is not None:
@@ -84,14 +103,33 @@ def _span(
         start = jnp.minimum(start + split * per, stop)
         stop = jnp.minimum(start + per, stop)
     if no_tile is not None:
-        start = jnp.where(start < stop, start, no_tile)
-    stop = jnp.maximum(stop, start + 1)
+        is_right = start < stop if may_be_none is None else (start < stop) | may_be_none
+        start = jnp.where(is_right, start, no_tile)
+    stop = jnp.maximum(stop, start + (1 if may_be_none is None else jnp.where(may_be_none, 0, 1)))
     plain_start = jnp.clip(plain_start, start, stop)
     return TileSpan(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))
 
 
+def _seen(window: int | None, size: int, rows: tuple[Scalar, Scalar], end: Scalar) -> tuple[jax.Array, jax.Array]:
+    """The first tile of `size` tokens that rows see, and the tile after the last; perhaps the same."""
+    first, last = rows
+    ends = jnp.clip(last + 1, 0, end)
+    begins = jnp.int32(0) if window is None else jnp.maximum(first - (window - 1), 0)
+    start, stop = lax.div(begins, jnp.int32(size)), lax.div(ends + (size - 1), jnp.int32(size))
+    return start, jnp.maximum(start, stop)
+
+
+class NearSpan(NamedTuple):
+    """Tiles of near tokens: the first one, and the one after the last."""
+
+    start: jax.Array
+    stop: jax.Array
+
+
 class Item(NamedTuple):
     """What a warpgroup computes at a time: `ROWS` rows of a head, with the tokens of a split.
+
+    Its tiles are numbered from `span.start` on, near ones after the others.
 
     Attributes:
       prompt: as in `Claimed`.
@@ -103,6 +141,7 @@ class Item(NamedTuple):
       q_end: the row after its last.
       position: the position of row 0.
       span: the tiles of its tokens.
+      near: the tiles of near tokens, all of the last split; None where there are none.
     """
 
     prompt: jax.Array
@@ -114,6 +153,19 @@ class Item(NamedTuple):
     q_end: jax.Array
     position: jax.Array
     span: TileSpan
+    near: NearSpan | None = None
+
+    @property
+    def stop(self) -> jax.Array:
+        """The number after that of its last tile."""
+        return self.bounds[-1]
+
+    @property
+    def bounds(self) -> tuple[jax.Array, ...]:
+        """Where its tiles end: that number. With near tokens, where these begin, the first near tile, that number."""
+        if self.near is None:
+            return (self.span.stop,)
+        return self.span.stop, self.near.start, self.span.stop + self.near.stop - self.near.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +226,11 @@ class Queue:
         found = claimed._replace(prompt=prompt, before=before, count=count)
         item = self.item(found, 0)
         start, stop = item.span.start, item.span.stop
-        stop = jnp.where(prompt < self.num_prompts, stop, start)
-        return found._replace(kv_head=item.kv_head, start=start, stop=stop)
+        is_any = prompt < self.num_prompts
+        found = found._replace(kv_head=item.kv_head, start=start, stop=jnp.where(is_any, stop, start))
+        if item.near is None:
+            return found
+        return found._replace(near_start=item.near.start, near_stop=jnp.where(is_any, item.near.stop, item.near.start))
 
     def item(self, claimed: Claimed, warpgroup: Scalar) -> Item:
         """A warpgroup's part of an item; if there is none, one that no row belongs to, of the last prompt."""
@@ -194,7 +249,15 @@ class Queue:
         first = base - q_start + position
         last = jnp.minimum(base + rows, q_end) - 1 - q_start + position
         present = arrays.first_present(prompt), arrays.first_absent(prompt), arrays.end(prompt)
-        span = _span(self.problem, self.config, split, (first, last), present, arrays.no_tile)
+        has_near = near = None
+        if arrays.near is not None:
+            has_near = split == self.config.splits - 1
+            ahead = arrays.near.position(prompt) - position
+            rows_near = first + ahead, last + ahead
+            start, stop = _seen(self.problem.near, self.config.tokens, rows_near, arrays.near.end(prompt))
+            start = jnp.where(start < stop, start, 0)
+            near = NearSpan(start, jnp.where(has_near, jnp.maximum(stop, start + 1), start))
+        span = _span(self.problem, self.config, split, (first, last), present, arrays.no_tile, has_near)
         own_head, own_base = (head + warpgroup, base) if heads > 1 else (head, base + warpgroup * ROWS)
         kv_head = lax.div(head, jnp.int32(self._group))
-        return Item(claimed.prompt, split, own_head, kv_head, own_base, q_start, q_end, position, span)
+        return Item(claimed.prompt, split, own_head, kv_head, own_base, q_start, q_end, position, span, near)

@@ -35,9 +35,9 @@ from kvjax.kernels import arithmetic, compat, tiles, warpgroups
 from kvjax.kernels.aliases import Barriers, Carry, Ref, Scalar
 from kvjax.kernels.attention.softmax import LOG2_E, capped, margin, reference, rounding
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.operands import PromptArrays, Stage
+from kvjax.kernels.prompts.operands import PromptArrays, Stage, TokenArrays
 from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem
-from kvjax.kernels.prompts.queue import Claimed, Item, Queue
+from kvjax.kernels.prompts.queue import Claimed, Item, NearSpan, Queue
 
 
 class Scratch(NamedTuple):
@@ -61,6 +61,22 @@ class Scratch(NamedTuple):
     keys_full: Barriers
     values_full: Barriers
     phase_ended: Barriers
+
+
+class MaskedTokens(NamedTuple):
+    """Tokens of which rows see some.
+
+    Attributes:
+      arrays: where they are.
+      position: of the sequence's first row among them.
+      window: how many of them a row sees.
+      ahead: what to add to the number of a tile of an item to get that in `arrays`.
+    """
+
+    arrays: TokenArrays
+    position: Scalar
+    window: int | None
+    ahead: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +103,19 @@ class RowWarpgroup:
 
     def begin(self, claimed: Claimed) -> None:
         """What the second warpgroup does before a thread block's first item."""
-        warpgroups.store_numbers(self.scratch.claimed, *claimed)
+        warpgroups.store_numbers(self.scratch.claimed, *claimed.numbers)
         warpgroups.barrier()
         if self.is_fp8:
             fp8.store_ones(self.scratch.values, self.arrays.head_size_v)
             plgpu.commit_smem()
-        span = self.item.span
+        start, stop = self.item.span.start, self.item.stop
         for ahead in range(self.config.stages):
 
-            @pl.when(span.start + ahead < span.stop)
+            @pl.when(start + ahead < stop)
             def copy(ahead: int = ahead) -> None:
-                self._copy_keys(span.start + ahead)
+                self._copy_keys(start + ahead)
                 if ahead < self.config.stages - 1:
-                    self._copy_values(span.start + ahead)
+                    self._copy_values(start + ahead)
 
         if not self.is_fp8:
             self._end_phase()
@@ -133,27 +149,33 @@ class RowWarpgroup:
         def follow() -> None:
             self._wait_for_other()
             # Of a short item the loop does not copy all that the next one begins with.
-            pl.when(span.stop - span.start <= stages)(self._claim)
+            pl.when(item.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
 
-                @pl.when(span.start + ahead >= span.stop)
+                @pl.when(span.start + ahead >= item.stop)
                 def copy(ahead: int = ahead) -> None:
                     self._copy_keys(span.start + ahead)
                     if ahead < stages - 1:
                         self._copy_values(span.start + ahead)
 
-        masked = functools.partial(self._tile, own_query, factor, True)
-        plain = functools.partial(self._tile, own_query, factor, False)
+        seen = MaskedTokens(arrays, item.position, self.problem.window, 0)
+        masked = functools.partial(self._tile, own_query, factor, seen)
+        plain = functools.partial(self._tile, own_query, factor, None)
         # In fp8 products sum weights too.
         state = (acc, largest) if self.is_fp8 else (acc, largest, total, largest)
         if self.problem.window is not None or not arrays.is_aligned:
             state = lax.fori_loop(span.start, span.plain_start, masked, state)
         state = lax.fori_loop(span.plain_start, span.plain_stop, plain, state)
-        acc, largest, *sums = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        state = lax.fori_loop(span.plain_stop, span.stop, masked, state)
+        of_results = arrays.weight(item.prompt, item.head, item.kv_head)
+        if arrays.near is not None and item.near is not None:
+            state = self._with_near(arrays.near, item.near, own_query, (state[0] * of_results, *state[1:]))
+            of_results = jnp.float32(1.0)
+        acc, largest, *sums = state
         self._end_phase()
 
         following = self.queue.item(self._claimed(), warpgroup)
-        next_rows = dataclasses.replace(self, item=following, step=self.step + span.stop - span.start)
+        next_rows = dataclasses.replace(self, item=following, step=self.step + item.stop - span.start)
         loaded = next_rows.load_query()
         if self.is_fp8:
             loaded, scale = fp8.scaled_rows(loaded)
@@ -168,9 +190,7 @@ class RowWarpgroup:
         shift = jnp.where(whole == -jnp.inf, 0.0, whole)
         shrink = jnp.exp2(largest - (shift + fp8.WEIGHTS_EXPONENT if self.is_fp8 else shift))
         total = total * shrink + jnp.exp2(sink - shift)
-        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * arrays.weight(
-            item.prompt, item.head, item.kv_head
-        )
+        weight = jnp.where(total > 0, shrink * factor / total, 0.0) * of_results
         acc = acc * lax.broadcast_in_dim(weight, acc.shape, [0])
         lse = (shift + jnp.log2(total)) / LOG2_E
         # Only rows that are the sequence's and not another tile's.
@@ -187,6 +207,14 @@ class RowWarpgroup:
         pl.when(warpgroup == 0)(self._wait_for_other)
 
         return next_rows
+
+    def _with_near(self, near: TokenArrays, span: NearSpan, own_query: Ref, state: Carry) -> Carry:
+        """Attends to near tokens too."""
+        item = self.item
+        seen = MaskedTokens(near, near.position(item.prompt), self.problem.near, span.start - item.span.stop)
+        factor = near.factor(item.prompt, item.head, item.kv_head) * LOG2_E
+        tile = functools.partial(self._tile, own_query, factor, seen)
+        return lax.fori_loop(item.span.stop, item.stop, tile, state)
 
     def _rounding(self, top: jax.Array, largest: jax.Array, total: jax.Array) -> jax.Array:
         """The factor for the rounding of rows' largest weights, those of the logits `top`."""
@@ -233,11 +261,11 @@ class RowWarpgroup:
         # The first items are those of the thread blocks' indices.
         found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
         warpgroups.barrier()
-        warpgroups.store_numbers(self.scratch.claimed, *found)
+        warpgroups.store_numbers(self.scratch.claimed, *found.numbers)
         warpgroups.barrier()
 
     def _claimed(self) -> Claimed:
-        return Claimed(*(self.scratch.claimed[i] for i in range(len(Claimed._fields))))
+        return Claimed(*(self.scratch.claimed[i] for i in range(Claimed.num_numbers(self.problem))))
 
     def _slot(self, tile: Scalar) -> Scalar:
         """The stage of a tile."""
@@ -258,18 +286,23 @@ class RowWarpgroup:
         item = self.item
 
         def own() -> tuple[Scalar, ...]:
-            return item.prompt, item.kv_head, tile, item.span.stop
+            return item.prompt, item.kv_head, tile, *item.bounds
 
         def following() -> tuple[Scalar, ...]:
             claimed = self._claimed()
-            return claimed.prompt, claimed.kv_head, claimed.start + tile - item.span.stop, claimed.stop
+            return claimed.prompt, claimed.kv_head, claimed.start + tile - item.stop, *claimed.bounds
 
-        prompt, kv_head, copied, stop = lax.cond(tile < item.span.stop, own, following)
+        prompt, kv_head, copied, stop, *of_near = lax.cond(tile < item.stop, own, following)
 
-        @pl.when(copied < stop)
-        def _() -> None:
-            first = self.arrays.first_token(prompt, copied, self.config.tokens)
-            self.arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), full))
+        def copy(arrays: TokenArrays, number: Scalar) -> None:
+            first = arrays.first_token(prompt, number, self.config.tokens)
+            arrays.copy(values, prompt, kv_head, first, Stage(buffer, self._slot(tile), full))
+
+        pl.when(copied < stop)(functools.partial(copy, self.arrays, copied))
+        if self.arrays.near is not None:
+            start, end = of_near
+            is_near = (copied >= stop) & (copied < end)
+            pl.when(is_near)(functools.partial(copy, self.arrays.near, start + copied - stop))
 
     def _end_phase(self) -> None:
         """Ends a phase: the other warpgroup may multiply."""
@@ -281,11 +314,14 @@ class RowWarpgroup:
         ended = self.scratch.phase_ended
         plgpu.barrier_wait(ended.at[1 - self.warpgroup] if self.is_fp8 else ended)
 
-    def _tile(self, own_query: Ref, factor: Scalar, is_masked: bool, tile: Scalar, state: Carry) -> Carry:
-        """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's."""
+    def _tile(self, own_query: Ref, factor: Scalar, seen: MaskedTokens | None, tile: Scalar, state: Carry) -> Carry:
+        """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's.
+
+        `seen` is what rows see of it, None if all see all.
+        """
         _, keys, values, _, keys_full, values_full, _ = self.scratch
         acc, largest, *sums = state
-        config, span = self.config, self.item.span
+        config, stop = self.config, self.item.stop
         slot = self._slot(tile)
 
         def multiplying_keys() -> None:
@@ -300,8 +336,8 @@ class RowWarpgroup:
         if self.problem.logits_soft_cap is not None:
             logits = capped(logits * of_logits, self.problem.logits_soft_cap, jnp.exp2)
             factor = of_logits = jnp.float32(1.0)
-        if is_masked:
-            logits = self._masked(logits, tile)
+        if seen is not None:
+            logits = self._masked(seen, logits, tile)
         highest = jnp.max(logits, axis=1) * factor
         near = fp8.integer_above(highest) if self.is_fp8 else reference(highest, margin(keys.dtype))
         raised = jnp.maximum(largest, near)
@@ -324,7 +360,7 @@ class RowWarpgroup:
         if not self.is_fp8:
             self._end_phase()
         self._wait(values_full, tile)
-        if is_masked and not self.arrays.is_aligned:
+        if seen is not None and not self.arrays.is_aligned:
             # Before its own turn, so that the other warpgroup, whose turn is later, finds it done.
             pl.when(self.warpgroup == 0)(functools.partial(self._clear_absent, tile))
         self._wait_for_other()
@@ -333,10 +369,10 @@ class RowWarpgroup:
             @pl.when(self.warpgroup == 1)
             def copy() -> None:
                 # Claim late, so that the first idle block gets it, but before its first tile is copied.
-                pl.when(tile == span.stop - config.stages - 1)(self._claim)
+                pl.when(tile == stop - config.stages - 1)(self._claim)
                 self._copy_keys(tile + config.stages)  # past the item's last tile: of the next item
 
-            @pl.when(tile + 1 < span.stop)
+            @pl.when(tile + 1 < stop)
             def wait() -> None:
                 self._wait(keys_full, tile + 1)
 
@@ -346,18 +382,20 @@ class RowWarpgroup:
         acc = warpgroups.product(operand, values.at[slot], multiplying_values, acc)
         return acc, raised, total, top
 
-    def _masked(self, logits: jax.Array, tile: Scalar) -> jax.Array:
-        """Logits, -inf for the tokens that a row does not see."""
-        first = self._copied_base - self.item.q_start + self.item.position
-        config = self.config
-        first_token = self.arrays.first_token(self.item.prompt, tile, config.tokens)
+    def _masked(self, seen: MaskedTokens, logits: jax.Array, tile: Scalar) -> jax.Array:
+        """Logits of a tile, -inf for the tokens that a row does not see."""
+        arrays, position, window, ahead = seen
+        config, item = self.config, self.item
+        tile = tile + ahead
+        first = self._copied_base - item.q_start + position
+        first_token = arrays.first_token(item.prompt, tile, config.tokens)
         shape = logits.shape
         row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + first
         token = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + first_token
         sees = (token <= row) & (token >= tile * config.tokens)
-        if self.problem.window is not None:
-            sees &= token > row - self.problem.window
-        sees &= self.arrays.is_present(self.item.prompt, first_token, token)
+        if window is not None:
+            sees &= token > row - window
+        sees &= arrays.is_present(item.prompt, first_token, token)
         return jnp.where(sees, logits, -jnp.inf)
 
     def _clear_absent(self, tile: Scalar) -> None:

@@ -113,6 +113,7 @@ class TiledArrays(_CallerArrays):
       k_scale: float32 `[1]` or `[num_kv_heads]`; None for 1.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, or None.
+      near: tiles of near tokens, of which all before the end are present; None for none.
       units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
         `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
     """
@@ -127,6 +128,7 @@ class TiledArrays(_CallerArrays):
     v_scale: Ref | None
     sinks: Ref | None
     units: Sequence[Ref | None]
+    near: TiledArrays | None = None
 
     @property
     def claims(self) -> Ref:  # noqa: D102
@@ -183,7 +185,7 @@ one and `end` the one after its last; the others are as in `Operands`.
 
 @dataclasses.dataclass(frozen=True)
 class RaggedTiles(_CallerArrays):
-    """Tiles of the keys and values of sequences one after the other, as a model computes them.
+    """Tiles of the keys and values of sequences one after the other, as a model computes them; no near tokens.
 
     Attributes:
       head_rows: rows of the tiles of a head, a multiple of `ALIGNMENT`, a tile more than there are tokens.
@@ -198,6 +200,10 @@ class RaggedTiles(_CallerArrays):
     @property
     def claims(self) -> Ref:  # noqa: D102
         return self.prompts.at[self.num_prompts * len(RAGGED_FIELDS)]
+
+    @property
+    def near(self) -> None:  # noqa: D102
+        return None
 
     @property
     def is_aligned(self) -> bool:  # noqa: D102
