@@ -588,7 +588,8 @@ def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str, heads:
     out = torch.full_like(call["q_nope"], torch.nan)
     eager = kvjax_torch.mla_paged_attention(**call, out=out, return_lse=True)
     assert eager[0] is out
-    assert_near(problem, q, eager, 2**-7, is_rounded=heads > 16)
+    is_rounded = name == "fp8_ds_mla"  # by the kernel for more than 16 rows
+    assert_near(problem, q, eager, 2**-7, is_rounded=is_rounded)
     expected = [x.clone() for x in eager]
     graph = torch.cuda.CUDAGraph()
     with capture(graph):

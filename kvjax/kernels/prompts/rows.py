@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -64,19 +65,19 @@ class Scratch(NamedTuple):
 
 
 class MaskedTokens(NamedTuple):
-    """Tokens of which rows see some.
+    """Tokens of which rows see some; what registers would hold for all tiles is computed for each.
 
     Attributes:
       arrays: where they are.
-      position: of the sequence's first row among them.
       window: how many of them a row sees.
-      ahead: what to add to the number of a tile of an item to get that in `arrays`.
+      number: of a tile of an item, its number in `arrays`.
+      position: of the sequence's first row among them.
     """
 
     arrays: TokenArrays
-    position: Scalar
     window: int | None
-    ahead: Scalar
+    number: Callable[[Scalar], Scalar]
+    position: Callable[[], Scalar]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class RowWarpgroup:
                     if ahead < stages - 1:
                         self._copy_values(span.start + ahead)
 
-        seen = MaskedTokens(arrays, item.position, self.problem.window, 0)
+        seen = MaskedTokens(arrays, self.problem.window, number=lambda tile: tile, position=lambda: item.position)
         masked = functools.partial(self._tile, own_query, factor, seen)
         plain = functools.partial(self._tile, own_query, factor, None)
         # In fp8 products sum weights too.
@@ -211,7 +212,12 @@ class RowWarpgroup:
     def _with_near(self, near: TokenArrays, span: NearSpan, own_query: Ref, state: Carry) -> Carry:
         """Attends to near tokens too."""
         item = self.item
-        seen = MaskedTokens(near, near.position(item.prompt), self.problem.near, span.start - item.span.stop)
+        seen = MaskedTokens(
+            near,
+            self.problem.near,
+            number=lambda tile: tile + (span.start - item.span.stop),
+            position=lambda: near.position(item.prompt),
+        )
         factor = near.factor(item.prompt, item.head, item.kv_head) * LOG2_E
         tile = functools.partial(self._tile, own_query, factor, seen)
         return lax.fori_loop(item.span.stop, item.stop, tile, state)
@@ -384,10 +390,9 @@ class RowWarpgroup:
 
     def _masked(self, seen: MaskedTokens, logits: jax.Array, tile: Scalar) -> jax.Array:
         """Logits of a tile, -inf for the tokens that a row does not see."""
-        arrays, position, window, ahead = seen
-        config, item = self.config, self.item
-        tile = tile + ahead
-        first = self._copied_base - item.q_start + position
+        arrays, window, config, item = seen.arrays, seen.window, self.config, self.item
+        tile = seen.number(tile)
+        first = self._copied_base - item.q_start + seen.position()
         first_token = arrays.first_token(item.prompt, tile, config.tokens)
         shape = logits.shape
         row = compat.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + first
