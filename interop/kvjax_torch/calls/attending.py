@@ -82,7 +82,7 @@ class AttentionKernels(NamedTuple):
     Attributes:
       decode: attends to parts of sequences, and leaves their results in the workspace.
       merge: merges the parts.
-      workspace: words of 4 bytes of `partial`, `partial_lse` and `spans`.
+      workspace: elements of `partial` and `partial_lse`, float32, and of `spans`, int32.
     """
 
     decode: kernels.AnyCount
@@ -96,7 +96,7 @@ def attention_kernels(
 ) -> AttentionKernels:
     """The kernels of a call of one part; many numbers of sequences share the same ones."""
     decode, merge, workspace = _attention_kernels(plan, places, choosing.target_of(device)).of(num_seqs, max_blocks)
-    partial, partial_lse, spans = (array.size * array.dtype.itemsize // 4 for array in workspace)
+    partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
 
@@ -157,7 +157,7 @@ def joint_kernels(
 ) -> AttentionKernels:
     """The kernels of a call of one part over pages and a ring, in this order; as `attention_kernels`."""
     decode, merge, workspace = _joint_kernels(plans, places, choosing.target_of(device)).of(num_seqs, *blocks)
-    partial, partial_lse, spans = (array.size * array.dtype.itemsize // 4 for array in workspace)
+    partial, partial_lse, spans = (array.size for array in workspace)
     return AttentionKernels(decode, merge, (partial, partial_lse, spans))
 
 

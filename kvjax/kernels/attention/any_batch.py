@@ -23,7 +23,6 @@ from kvjax.kernels.attention.problem import (
     ReadArrays,
     Refs,
     Softmax,
-    partial_dtype,
 )
 from kvjax.kernels.launchable import (
     ANY_LENGTH,
@@ -264,10 +263,7 @@ def merge_of_any_count(problem: Problem, config: Division) -> AnyCount:
     arguments = (
         vector("seq_lens", jnp.int32),
         *([vector("sinks", jnp.float32)] if problem.has_sinks else []),
-        *(
-            vector(name, dtype)
-            for name, dtype in (WORKSPACE | {"partial": partial_dtype(problem, config)} | results).items()
-        ),
+        *(vector(name, dtype) for name, dtype in (WORKSPACE | results).items()),
     )
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:

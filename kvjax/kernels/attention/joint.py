@@ -71,11 +71,6 @@ class JointConfig:
         return self.pages.blocks
 
     @property
-    def rounds_parts(self) -> bool:
-        """As in `Division`."""
-        return False
-
-    @property
     def part(self) -> int | None:
         """Stages of a part of the pages in a batch-invariant call."""
         return self.pages.part

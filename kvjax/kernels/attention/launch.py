@@ -20,7 +20,6 @@ from kvjax.kernels.attention.problem import (
     Division,
     Problem,
     Refs,
-    partial_dtype,
 )
 from kvjax.kernels.registers import LANES, WARPS
 
@@ -34,7 +33,7 @@ def workspace(problem: Problem, config: Division) -> tuple[jax.ShapeDtypeStruct,
             f" {too_many_parts(problem.num_seqs)}"
         )
     return (
-        jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), partial_dtype(problem, config)),
+        jax.ShapeDtypeStruct((parts * problem.spec.head_size_v,), jnp.float32),
         jax.ShapeDtypeStruct((parts * problem.sums,), jnp.float32),
         jax.ShapeDtypeStruct((2 * problem.num_seqs,), jnp.int32),
     )

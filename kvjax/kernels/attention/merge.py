@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvjax.kernels import lanes
-from kvjax.kernels.aliases import Carry, DType, Ref
-from kvjax.kernels.attention.problem import Division, Problem, Refs, partial_dtype
+from kvjax.kernels.aliases import Carry, Ref
+from kvjax.kernels.attention.problem import Division, Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, part_of_block
 from kvjax.kernels.attention.softmax import LOWEST, Sums, normalized, sink
 from kvjax.kernels.registers import LANES, WARPS
@@ -160,8 +160,8 @@ class Merge:
                     )
                     for j in range(self.elements_per_thread)
                 ]
-                sums = [lanes.bits(x, jnp.float32) for x in sums]
-                loaded.append(Parts(Sums(*sums), [_partial(x, partial_dtype(problem, self.config)) for x in values]))
+                sums, values = ([lanes.bits(x, jnp.float32) for x in some] for some in (sums, values))
+                loaded.append(Parts(Sums(*sums), values))
             new = largest
             for parts in loaded:
                 new = jnp.maximum(new, parts.sums.largest)
@@ -229,11 +229,6 @@ def elements_per_thread(problem: Problem, config: Division) -> int:
 def blocks_per_row(problem: Problem, config: Division) -> int:
     """Thread blocks that share a row: each takes other elements."""
     return -(-problem.spec.head_size_v // (LANES * elements_per_thread(problem, config)))
-
-
-def _partial(x: jax.Array, dtype: DType) -> jax.Array:
-    """A loaded element of a part's results, in float32."""
-    return lanes.bits(x, jnp.float32) if dtype.itemsize == 4 else lanes.lower_half(x, dtype)
 
 
 def _bits(x: float) -> int:

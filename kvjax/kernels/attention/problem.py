@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from kvjax.kernels.aliases import ABSENT, DType, DTypeLike, Ref
 from kvjax.kernels.attention.formats import DECODED, Format
@@ -58,10 +56,6 @@ class Division(Protocol):
     @property
     def merge(self) -> MergeConfig: ...  # noqa: D102
 
-    @property
-    def rounds_parts(self) -> bool:
-        """Whether results of parts may be rounded to the dtype of results."""
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -85,10 +79,6 @@ class DecodeConfig:
     blocks: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
-
-    @property
-    def rounds_parts(self) -> bool:  # noqa: D102
-        return False
 
     @property
     def groups(self) -> int:
@@ -281,13 +271,3 @@ class Problem:
     def tiles(self) -> int:
         """Matrix products for all query rows of a KV head."""
         return -(-self.rows // COLUMNS)
-
-
-def partial_dtype(problem: Problem, config: Division) -> DType:
-    """Of the results of parts, for the merge: float32, or bfloat16, which has its range.
-
-    What is stored in bfloat16, and rounded to it in the end, may be rounded to it between: the merge then reads half as
-    many bytes.
-    """
-    is_rounded = config.rounds_parts and not problem.spec.dtype.is_quantized and problem.query_dtype == jnp.bfloat16
-    return np.dtype(jnp.bfloat16 if is_rounded else np.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.attention.any_batch import COUNTS, QUERY, AnyBatch, BatchKind, problem_of, vector, with_counts
-from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs, partial_dtype
+from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.launchable import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
 from kvjax.kernels.mla.launch import Config, decode_kernel, query_arguments, rows_shape, run_decode
 from kvjax.kernels.mla.problem import MLAConfig, choose
@@ -51,7 +51,7 @@ def _decode_of_any_count(problem: Problem, config: Config, joined_query: bool) -
     results = {
         "out": jax.ShapeDtypeStruct((ANY_LENGTH, *row), problem.query_dtype),
         "lse": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.float32),
-        "partial": jax.ShapeDtypeStruct((ANY_LENGTH, *row), partial_dtype(problem, config)),
+        "partial": jax.ShapeDtypeStruct((ANY_LENGTH, *row), jnp.float32),
         "partial_lse": jax.ShapeDtypeStruct((ANY_LENGTH, *sums), jnp.float32),
         "spans": jax.ShapeDtypeStruct((ANY_LENGTH,), jnp.int32),
     }

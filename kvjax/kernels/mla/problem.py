@@ -67,11 +67,6 @@ class MLAConfig:
     merge: MergeConfig = MERGE_OF_MANY
 
     @property
-    def rounds_parts(self) -> bool:
-        """As in `Division`: of 64 rows of 512 elements or more."""
-        return True
-
-    @property
     def rows(self) -> int:
         """Tokens of a tile, the stage of a schedule."""
         return TOKENS
