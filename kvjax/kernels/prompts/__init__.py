@@ -13,7 +13,8 @@ first ones of the next, and it loads the next query rows while it stores results
 
 Rows of a sequence are consecutive rows of the query. Results are stored in place, in rows of the same index; the rows
 of other sequences are not touched. A row sees the tokens up to its position, within its window, but for those whose
-bias is -inf. Only tiles that some row does not see as a whole are masked.
+bias is -inf. Only tiles that some row does not see as a whole are masked. After these an item may take tiles of near
+tokens, of which a row sees the last ones up to its own: those of an exact window, which pages hold rounded.
 """
 
 from kvjax.kernels.prompts import fp8 as fp8
