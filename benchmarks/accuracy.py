@@ -20,7 +20,7 @@ from absl import flags
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import accuracy_table, output, word_lists
+from benchmarks import accuracy_table, accuracy_words, output
 from benchmarks.accuracy_table import Row
 from kvjax.demo import gguf_file, smollm2, text
 from kvjax.demo.divergence import Divergence, diverge, summarize
@@ -104,8 +104,8 @@ def texts() -> Texts:
     for number in range(num_texts + 2):
         [piece] = text.excerpts(sources[number % 2], [num_tokens * BYTES_PER_TOKEN], rng)
         plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[:num_tokens], np.int32))
-    repeated = word_lists.repeated(
-        word_lists.running_words(documentation),
+    repeated = accuracy_words.repeated(
+        accuracy_words.running_words(documentation),
         lambda words: encode(words).ids,
         num_lists=num_lists,
         num_tokens=num_tokens,

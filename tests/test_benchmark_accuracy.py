@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers")
 
 from support.tiny_gguf import write_gguf
 
-from benchmarks import word_lists
+from benchmarks import accuracy_words
 from kvjax.demo import gguf_file
 
 full = pytest.mark.full  # a whole run of the program
@@ -97,7 +97,7 @@ def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):
 
 def test_words_are_those_of_running_text_as_often_as_it_has_them():
     prose = "The cat, as the dog did, saw the x2 of a_b\nand naïve cats."
-    assert word_lists.running_words(prose) == ["as", "the", "dog", "saw", "the", "of", "and"]
+    assert accuracy_words.running_words(prose) == ["as", "the", "dog", "saw", "the", "of", "and"]
 
 
 def test_each_list_has_its_own_words_twice_whatever_the_number_of_lists(tmp_path):
@@ -105,7 +105,7 @@ def test_each_list_has_its_own_words_twice_whatever_the_number_of_lists(tmp_path
     words = ["the", "the", "cat", "dog"]
 
     def lists(num_lists: int, seed: int) -> list[list[int]]:
-        made = word_lists.repeated(
+        made = accuracy_words.repeated(
             words, lambda text: tokenizer.encode(text).ids, num_lists=num_lists, num_tokens=400, seed=seed
         )
         return [one.tolist() for one in made]
