@@ -20,7 +20,7 @@ from absl import flags
 from absl.testing import absltest
 
 import kvjax
-from benchmarks import accuracy_table, output
+from benchmarks import accuracy_table, accuracy_words, output
 from benchmarks.accuracy_table import Row
 from kvjax.demo import gguf_file, smollm2, text
 from kvjax.demo.divergence import Divergence, diverge, summarize
@@ -30,16 +30,18 @@ DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
 BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
 WINDOWS = output.define_numbers(
     "exact_windows",
-    "tokens that stay exact beside NVFP4 with 4/6 block scales, and beside chosen dtypes of rotated keys (default: 64)",
+    "tokens that stay exact beside NVFP4 with 4/6 block scales, and beside chosen dtypes (default: 64)",
     least=1,
 )
 POSITIONS = output.define_numbers("positions", "positions of RoPE that texts start at (default: 0, 6000)", least=0)
-TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code, and word lists", lower_bound=1)
+TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code", lower_bound=1)
+LISTS = flags.DEFINE_integer("lists", 8, "lists of words, given twice, for recall", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 512, "tokens of each", lower_bound=32)
 SEED = flags.DEFINE_integer("seed", 0, "selects them", lower_bound=0)
 MODEL = flags.DEFINE_string("model", None, "a GGUF file of a Llama, or a folder with one (default: SmolLM2-135M)")
 
 MEASURED = (
+    kvjax.KVCacheDType.FLOAT32,
     kvjax.KVCacheDType.BFLOAT16,
     kvjax.KVCacheDType.INT8_PER_TOKEN_HEAD,
     kvjax.KVCacheDType.FP8_E4M3,
@@ -62,23 +64,23 @@ CHOICES = (
 WINDOWED = kvjax.KVCacheDType.NVFP4_4OVER6
 """The dtype that exact windows are measured with."""
 
-SCHEMA = 1
+SCHEMA = 2
 BYTES_PER_TOKEN = 8
 """Of text to encode for a token that is wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """int32 `[tokens]` each. `repeated`: random words, then the same again. `calibration`: other text."""
+    """int32 `[tokens]` each. `repeated`: lists of words, then the same again. `calibration`: other text."""
 
     plain: list[np.ndarray]
     repeated: list[np.ndarray]
     calibration: list[np.ndarray]
 
 
-def sizes() -> tuple[int, int]:
-    """Returns the number of texts, and of the tokens of each."""
-    return (1, 32) if output.SMOKE.value else (TEXTS.value, TOKENS.value)
+def sizes() -> tuple[int, int, int]:
+    """Returns the number of texts, of word lists, and of the tokens of each."""
+    return (1, 2, 32) if output.SMOKE.value else (TEXTS.value, LISTS.value, TOKENS.value)
 
 
 @functools.cache
@@ -95,24 +97,21 @@ def texts() -> Texts:
     root = text.standard_library()
     _, held_out = text.split(text.source_files(root))
     topics = importlib.import_module("pydoc_data.topics").topics
-    sources = [
-        np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8),
-        text.read(root, held_out),
-    ]
-    num_texts, num_tokens = sizes()
+    documentation = "\n".join(topics[name] for name in sorted(topics))
+    sources = [np.frombuffer(documentation.encode(), np.uint8), text.read(root, held_out)]
+    num_texts, num_lists, num_tokens = sizes()
     plain = []
     for number in range(num_texts + 2):
         [piece] = text.excerpts(sources[number % 2], [num_tokens * BYTES_PER_TOKEN], rng)
         plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[:num_tokens], np.int32))
-    words = [number for word, number in sorted(model_file().tokenizer.get_vocab().items()) if _is_word(word)]
-    repeated = [np.tile(rng.choice(np.asarray(words, np.int32), num_tokens // 2), 2) for _ in range(num_texts)]
+    repeated = accuracy_words.repeated(
+        accuracy_words.running_words(documentation),
+        lambda words: encode(words).ids,
+        num_lists=num_lists,
+        num_tokens=num_tokens,
+        seed=SEED.value,
+    )
     return Texts(plain[2:], repeated, plain[:2])
-
-
-def _is_word(token: str) -> bool:
-    """Returns whether a token is a space and a word of at least three lowercase letters."""
-    word = token.removeprefix("Ġ")
-    return word != token and len(word) > 2 and word.isascii() and word.isalpha() and word.islower()
 
 
 class Request(NamedTuple):
@@ -159,7 +158,7 @@ def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Requ
             choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits, key_rotation=rotates)
             name = f"chosen, at most {bits:g} bits" + (", keys rotated" if rotates else "")
             wanted[name] = request = Request(choice.dtypes, key_rotation=choice.key_rotation)
-            for size in windows if rotates else ():
+            for size in windows:
                 wanted[f"{name}, {size} exact"] = request._replace(exact_window=size)
     return wanted
 
@@ -209,7 +208,7 @@ class AccuracyBenchmark(absltest.TestCase):
             "schema": SCHEMA,
             "program": "benchmarks.accuracy",
             "environment": environment(),
-            **dict(zip(("texts", "tokens"), sizes(), strict=True)),
+            **dict(zip(("texts", "lists", "tokens"), sizes(), strict=True)),
             "rows": [
                 dataclasses.asdict(row) | {"text": row.text._asdict(), "recall": row.recall._asdict()} for row in rows
             ],

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.demo.divergence import Summary
 from kvjax.table import markdown_table
 
-COLUMNS = ("dtype", "bits", "position", "divergence", "greedy agreement", "perplexity", "recall divergence")
+COLUMNS = ("dtype", "bits", "position", "divergence", "greedy agreement", "perplexity", "recall divergence", "recalled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Row:
             f"{self.text.agreement:.1%}",
             f"{self.text.perplexity:.2f}",
             divergence(self.recall),
+            f"{self.recall.accuracy:.1%}",
         )
 
 
@@ -47,7 +48,8 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     ]
     versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "kvjax", "commit", "date"))
     facts = (
-        f"`{where['command']}` with {where['model']} on {where['device']}: {versions}. {document['texts']} texts of"
-        f" {document['tokens']} tokens."
+        f"`{where['command']}` with {where['model']} on {where['device']}: {versions}. {document['texts']} texts and"
+        f" {document['lists']} lists of {document['tokens']} tokens. Standard errors are over texts and over lists, of"
+        " a single one over its positions."
     )
     return f"{markdown_table(COLUMNS, rows)}\n\n{facts}"

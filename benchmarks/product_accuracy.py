@@ -198,7 +198,7 @@ def as_markdown(rows: Sequence[tuple[str, kvjax.KVCacheDType, list[Errors]]]) ->
         *relative_errors, lse_errors = zip(*found, strict=True)
         shown = (f"{np.mean(each):.2%}" for each in relative_errors)
         cells.append((name, dtype.value, *shown, f"{max(lse_errors):.3f}"))
-    where, (texts, tokens) = accuracy.environment(), accuracy.sizes()
+    where, (texts, _, tokens) = accuracy.environment(), accuracy.sizes()
     versions = ", ".join(f"{name} {where[name]}" for name in ("python", "jax", "kvjax", "commit", "date"))
     command = where["command"].replace("benchmarks.accuracy", "benchmarks.product_accuracy")
     products = "the kernels" if workload.is_gpu() else "models of the kernels' roundings"

@@ -17,7 +17,10 @@ pytest.importorskip("tokenizers")
 
 from support.tiny_gguf import write_gguf
 
-pytestmark = pytest.mark.full  # a whole run of the program
+from benchmarks import accuracy_words
+from kvjax.demo import gguf_file
+
+full = pytest.mark.full  # a whole run of the program
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ["float32", "fp8_e4m3", "nvfp4"]
@@ -47,8 +50,11 @@ def rows(document) -> dict[tuple[str, int], dict[str, Any]]:
     return {(row["dtype"], row["position"]): row for row in json.loads(document.read_text())["rows"]}
 
 
+@full
 def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
-    chosen = [f"chosen, at most 6 bits{options}" for options in ("", ", keys rotated", ", keys rotated, 24 exact")]
+    chosen = [
+        f"chosen, at most 6 bits{rotated}{exact}" for rotated in ("", ", keys rotated") for exact in ("", ", 24 exact")
+    ]
     assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, WINDOWED, *chosen)]
     assert {name: row["bits"] for (name, _), row in rows.items() if name in DTYPES} == {
         "float32": 32,
@@ -59,15 +65,18 @@ def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
     assert all(row["bits"] <= 6 for (name, _), row in rows.items() if name not in DTYPES)
 
 
+@full
 def test_a_float32_cache_does_not_diverge_and_fewer_bits_do_more(rows):
     for measure in ("text", "recall"):
         for position in (0, 40):
             exact, fp8, nvfp4, windowed = (rows[dtype, position][measure] for dtype in (*DTYPES, WINDOWED))
             assert (exact["kl"], exact["kl_error"], exact["agreement"]) == (0, 0, 1)
+            assert 0 <= exact["accuracy"] <= 1
             assert 0 < fp8["kl"] < nvfp4["kl"]
             assert 0 < windowed["kl"] < nvfp4["kl"]
 
 
+@full
 def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
     import update_readme
@@ -83,8 +92,36 @@ def test_readmes_table_is_made_of_the_file(document, tmp_path, monkeypatch):
     assert (head, tail) == (old_head, old_tail)
     assert table.startswith("| dtype ")
     assert "| nvfp4 " in table
+    assert "1 texts and 2 lists of 32 tokens. Standard errors are over texts and over lists" in table
 
 
+def test_words_are_those_of_running_text_as_often_as_it_has_them():
+    prose = "The cat, as the dog did, saw the x2 of a_b\nand naïve cats."
+    assert accuracy_words.running_words(prose) == ["as", "the", "dog", "saw", "the", "of", "and"]
+
+
+def test_each_list_has_its_own_words_twice_whatever_the_number_of_lists(tmp_path):
+    tokenizer = gguf_file.read(write_gguf(tmp_path / "tiny.gguf")).tokenizer
+    words = ["the", "the", "cat", "dog"]
+
+    def lists(num_lists: int, seed: int) -> list[list[int]]:
+        made = accuracy_words.repeated(
+            words, lambda text: tokenizer.encode(text).ids, num_lists=num_lists, num_tokens=400, seed=seed
+        )
+        return [one.tolist() for one in made]
+
+    three, others = lists(3, 0), lists(3, 1)
+    assert lists(2, 0) == three[:2]
+    assert len({tuple(one) for one in three + others}) == 6
+    for one in three + others:
+        assert len(one) == 400
+        assert one[:200] == one[200:]
+        *complete, _ = tokenizer.decode(one[:200]).split()
+        assert {*complete} == {*words}
+        assert 0.3 < complete.count("the") / len(complete) < 0.7
+
+
+@full
 def test_products_in_fp8_add_to_the_error_of_storing(tmp_path: Path):
     write_gguf(tmp_path / "tiny.gguf")
     command = [sys.executable, "-m", "benchmarks.product_accuracy", "--smoke", f"--model={tmp_path}"]

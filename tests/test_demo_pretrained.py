@@ -155,9 +155,18 @@ def test_divergence_is_its_definition():
     kl = (p * np.log(p / q)).sum(axis=1)
     np.testing.assert_allclose(got.kl, kl, rtol=1e-4)
     np.testing.assert_array_equal(got.agrees, p.argmax(axis=1) == q.argmax(axis=1))
+    np.testing.assert_array_equal(got.predicts, q.argmax(axis=1) == targets)
     summary = divergence.summarize([got])
+    assert summary.accuracy == (q.argmax(axis=1) == targets).mean()
     assert summary.kl_error == pytest.approx(kl.std(ddof=1) / 7**0.5, rel=1e-3)
     assert summary.perplexity == pytest.approx(np.exp(-np.log(q[np.arange(7), targets]).mean()), rel=1e-4)
+
+
+def test_the_error_of_several_texts_is_that_of_their_means():
+    texts = [divergence.Divergence(np.array(kl), *np.ones((3, 4))) for kl in ([1, 3, 1, 3], [4, 4, 4, 4], [6, 9, 6, 9])]
+    summary = divergence.summarize(texts)
+    assert summary.kl == 4.5
+    assert summary.kl_error == pytest.approx(np.std([2, 4, 7.5], ddof=1) / 3**0.5)
 
 
 type Pip = Callable[[str], None]
