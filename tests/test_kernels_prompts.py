@@ -17,7 +17,7 @@ from support.prompt_suite import CONFIG, LENGTHS, check, operands, run
 
 from kvjax import FullAttentionSpec, KVCacheDType
 from kvjax.kernels import prompts
-from kvjax.kernels.prompts import Operands, PromptConfig, PromptProblem
+from kvjax.kernels.prompts import NearTokens, Operands, PromptConfig, PromptProblem
 from kvjax.kernels.target import Target, tracing_for
 
 
@@ -234,6 +234,7 @@ def attend_in_place(problem: PromptProblem, config: PromptConfig, out: Any, lse:
                 (128, 4, PromptProblem(2048, None, 30.0), 1),
                 (128, 3, PromptProblem(2048, 1024, 30.0), 4),
                 (256, 4, PromptProblem(2048, None, None), 1),
+                (128, 4, PromptProblem(2048, None, None, 64), 1),
             )
         ),
     ],
@@ -243,6 +244,8 @@ def test_compiled_it_is_one_kernel_in_place_without_spills(head_size, group, pro
     config = prompts.choose(spec, 1, problem.max_q_len, 8 * group, 8192, 99)
     struct = jax.ShapeDtypeStruct
     query, dense = (2048, 8 * group, head_size), (1, 8192, 8, head_size)
+    tokens = [struct((1, 2112, 8, head_size), jnp.float16)] * 2
+    near = NearTokens(*tokens, *[struct((1,), jnp.int32)] * 2, struct((1,), jnp.float32))
     program = compile_for(
         "h100",
         functools.partial(attend_in_place, problem, PromptConfig(config.tokens, config.stages, splits)),
@@ -255,6 +258,7 @@ def test_compiled_it_is_one_kernel_in_place_without_spills(head_size, group, pro
         struct(dense[:2], jnp.float32),
         *[struct((1,), jnp.int32)] * 2,
         struct((3, query[1]), jnp.float32),
+        None if problem.near is None else near,
         donate_argnums=(0, 1, 2),
     )
     [kernel] = program.kernels
