@@ -129,6 +129,29 @@ def test_no_part_is_left_to_xla(capability: tuple[int, int]):
 
 
 @pytest.mark.full
+def test_interpreted_prompts_without_a_row_see_no_exact_tokens():
+    """As in XLA; their neighbours see theirs."""
+    case = Case("bfloat16", size=6, num_kv_heads=1, model_dtype="bfloat16", query_dtype="bfloat16")
+    tokens, _ = random_tokens(case, (15, 9))
+
+    class WithoutARow(Server):
+        def attend(self, new: Any, step: StepMetadata, **options: Any) -> Any:
+            return super().attend(
+                new, dataclasses.replace(step, window_rows=np.array([0, -1, -1], np.int32)), **options
+            )
+
+    def serve(implementation: str) -> Any:
+        server = WithoutARow(case, tokens, num_tokens=(4, 20), max_length=16)
+        return server.step([11, 9], implementation=implementation)
+
+    expected = serve("xla")
+    with interpret_mode(), tracing_for(Target(1)):
+        got = serve("mosaic")
+    for one, of_one in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, of_one, atol=0.03, rtol=0)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [

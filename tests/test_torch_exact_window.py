@@ -257,6 +257,21 @@ def test_interpreted_prompts_take_one_kernel_for_both_caches_beside_rows_that_de
         np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
 
 
+@pytest.mark.full
+def test_interpreted_prompts_without_rows_that_decode_take_one_kernel_for_both_caches(request: pytest.FixtureRequest):
+    case = Case(size=6, num_kv_heads=1, model_dtype="bfloat16", query_dtype="bfloat16")
+    tokens, wanted = random_tokens(case, (15, 9))
+    server = TorchServer(case, tokens, num_tokens=(6, 12), max_length=16)
+    got = [server.step([5, 7])]
+    ran = request.getfixturevalue("kernels_of_steps")
+    got.append(server.step([10, 2], decode_q_len=0))
+    assert not {*ran} & {*DECODED}
+    assert [ran.count(f"prompts.any_prompts:{name}") for name in ("any_gather", "any_prompts")] == [2, 1]
+    for number, one in enumerate(wanted):
+        each = np.concatenate([of_step[number] for of_step in got])
+        np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_step_without_tokens_launches_nothing_but_its_write(batch_invariant: bool, kernels_of_steps: list[str]):
     none, kv_cache = torch.zeros(0, 2, 16, dtype=torch.bfloat16), torch.zeros(4, 2, 8, 2, 16, dtype=torch.bfloat16)

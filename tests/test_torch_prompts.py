@@ -33,6 +33,7 @@ from kvjax import (  # noqa: E402
     ragged_paged_attention,
 )
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of, word_of  # noqa: E402
+from kvjax.ops.route import dense_dtype  # noqa: E402
 from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
@@ -324,7 +325,7 @@ def make(kernel: str, dtype: str, head_size: int, **options: Any) -> kernels.Any
     if kernel == "place":
         return kernels.placement_kernel(kernels.Units.of(32 * head_size, BFLOAT16, **options), 32)
     if kernel == "gather":
-        return kernels.prompt_gather_kernel(spec, page_memory(spec), BFLOAT16)
+        return kernels.prompt_gather_kernel(spec, page_memory(spec), dense_dtype(spec, BFLOAT16))
     if kernel in ("units", "gather in fp8"):
         of_pages = kernels.prompt_units_kernel if kernel == "units" else kernels.prompt_fp8_gather_kernel
         return of_pages(spec, page_memory(spec))
@@ -377,10 +378,10 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     function = functools.partial(call_kernel, made, options)
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
-    # A soft cap takes four registers more than there are; JAX's kernel, which has no tiles to address, takes fewer.
-    # In fp8, splits take two more with jax 0.12.
-    # Heads of 256 with a window or near tokens, and near tokens beside a window, take some more, too.
-    most = 32 if "logits_soft_cap" in options else 8 if "is_divided" in options else 0
+    # A soft cap takes more registers than there are, with jax 0.11 a third of this; JAX's kernel, which has no tiles to
+    # address, takes fewer. In fp8, splits take two more with jax 0.12. Heads of 256 with a window or near tokens, and
+    # near tokens beside a window, take some more, too.
+    most = 164 if "logits_soft_cap" in options else 8 if "is_divided" in options else 0
     most = 40 if made[2] == 256 and options else 24 if {"near", "window"} <= {*options} else most
     assert kernel.spill_bytes <= most
     assert kernel.parameters == [f".align 8 .b8[{8 * (len(args) - num_unused)}]"]

@@ -173,7 +173,8 @@ def exact_window_attention(
             step.q_lens,
             sinks,
         )
-        if parts := windows.parts_of(both):
+        parts = windows.parts_of(both)
+        if parts is not None:
             recent, table = _write_step(step, (key, value), table, longest, to_pages)
             results = windows.attend(both.over(*recent, table), parts)
             outs, lses = zip(*results, strict=True)

@@ -188,7 +188,8 @@ def _near(dense: Dense, problem: kernel.PromptProblem, sm_scale: float, alignmen
     if start is not None:
         values = _without_tokens_before(values, start - skipped, dense.prompts.cache.spec.block_size)
     factor = jnp.full(1, sm_scale, jnp.float32)
-    return kernel.NearTokens(keys, values, first_row - skipped, lens, factor)
+    ends = jnp.where(table[:, 0] >= 0, lens, 0)  # a sequence has a row of the ring, or no block of it
+    return kernel.NearTokens(keys, values, first_row - skipped, ends, factor)
 
 
 class _Reached(NamedTuple):

@@ -153,7 +153,7 @@ class Prompts(NamedTuple):
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      dtype: of dense rows, keys and values: `route.dense_dtype`.
+      dtype: of dense rows, keys and values: `route.dense_dtype`, beside near tokens the query's.
     """
 
     cache: KVCache
@@ -245,6 +245,7 @@ class Dense(NamedTuple):
     keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
     2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
     For products in fp8, whose keys and values `fp8_gather` gathers, the factor has the whole scale of the keys.
+    Beside near tokens all have the query's dtype, in which stored elements times that power of two are exact.
     Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
     the query's dtype if it is theirs, else all is float32.
 

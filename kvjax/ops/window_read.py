@@ -1,4 +1,4 @@
-"""Attention of a step over pages and the ring of an exact window: rows that decode take one kernel for both."""
+"""Attention of a step over pages and the ring of an exact window: rows of either kind take one kernel for both."""
 
 from __future__ import annotations
 
@@ -177,8 +177,9 @@ def _both_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the kernels; returns what `_both_xla` does.
 
-    Rows that decode take one kernel. Those of prompts are attended to over the ring and over pages: the former results
-    have those of the decode kernel among them, which the latter leave as they are.
+    Rows that decode take one kernel, and so do those of prompts if the prompt kernel serves them in 16 bits. Else
+    they attend over the ring and over pages apart: the former results have those of the decode kernel among them, which
+    the latter leave as they are.
     """
     recent, of_pages, of_ring = _split(cache, arrays, ring)
     far, q_starts, q_ends, softmax = as_read_of_step(of_pages, options[0].softmax)

@@ -1,7 +1,8 @@
 """Attention of prompts on Hopper: kvjax's own kernels, launched on torch's stream.
 
 Two kernels run for each lot of prompts: one makes their pages tiles in 16 bits, or in fp8, and one attends, as in JAX,
-and stores results in place. For products in fp8 of NVFP4 a third one runs first, which finds what to divide by.
+and stores results in place. For products in fp8 of NVFP4 a third one runs first, which finds what to divide by; with
+near tokens, those of an exact window's ring, another gather runs too.
 """
 
 from __future__ import annotations

@@ -71,15 +71,20 @@ Parts = list[tuple[attending.AttentionPart, attending.AttentionPart]]
 """The parts of a call, over pages and over a ring."""
 
 
-def parts_of(both: BothCaches) -> Parts:
-    """What the kernels that read both are called for; nothing if none serves, or if either call is refused or empty."""
+def parts_of(both: BothCaches) -> Parts | None:
+    """What the kernels that read both are called for with rows that decode, if any do.
+
+    None if no kernel serves those, or if either call is refused or empty.
+    """
     with_prompts = zip(both.plans, both.tensors, strict=True)
     refused = any(ragged.why_refused(plan, both.query, each) is not None for plan, each in with_prompts)
-    if refused or not both.query.numel():
-        return []
+    if refused or not (both.query.numel() and all(each.block_table.numel() for each in both.tensors)):
+        return None
     running.check_capability(both.query.get_device())
+    if not both.decoding[0].q_len:
+        return []
     with choosing.one_at_a_time:
-        return attending.joint_parts(both.decoding, len(both.q_lens), both.tensors)
+        return attending.joint_parts(both.decoding, len(both.q_lens), both.tensors) or None
 
 
 def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -87,7 +92,7 @@ def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Ten
 
     Returns results and log-sum-exps, to be merged: those of all rows or, where prompts are attended to over the ring
     and over pages, over the ring with those of rows that decode, and over pages, where other rows see nothing. `parts`
-    are those of `parts_of`, and not empty.
+    are those of `parts_of`.
     """
     results = ragged.results_of(both.plans[1], both.query)
     near = _call(both, 1, both.sinks, results)

@@ -1,7 +1,8 @@
 """The prompt kernel over caller-owned memory, for any number of prompts, tokens and blocks.
 
 Three kernels run one after another: `schedule` finds the prompts, the gather makes their pages tiles, and the prompt
-kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited amount of memory.
+kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited amount of memory. With near
+tokens another schedule and another gather find those and make them tiles.
 """
 
 from __future__ import annotations
