@@ -131,14 +131,19 @@ class RaggedCall:
         own_plan = dataclasses.replace(plan, attention=decoding)
         return cls(own_plan, of_prompts, step, step_kernels, torch_dtype(served.dense_dtype), by_kernels)
 
+    @property
+    def as_near(self) -> prompt_kernels.NearStep:
+        """What another call's prompt kernel reads of this one."""
+        return prompt_kernels.NearStep(self.of_prompts, self.step)
+
     def with_kernels(self, near: RaggedCall | None = None) -> RaggedCall:
         """The call, whose kernels it compiles, and those that divide `near`; both calls have the same results."""
         lots = own = None
         others = () if near is None else near.step_kernels
         if self.by_kernels:
-            of_near = None if near is None else prompt_kernels.NearStep(near.of_prompts, near.step)
-            lots = prompt_kernels.Lots.of(self.of_prompts, self.step, of_near)
-            own = prompt_kernels.kernels_of(self.of_prompts, self.step, of_near)
+            near_step = None if near is None else near.as_near
+            lots = prompt_kernels.Lots.of(self.of_prompts, self.step, near_step)
+            own = prompt_kernels.kernels_of(self.of_prompts, self.step, near_step)
         kernels_of_call = *self.step_kernels, *others, *(() if own is None else own.every)
         running.compile_once(kernels_of_call, self.step.query.device)
         if lots is not None and lots.splits > 1:
@@ -162,7 +167,7 @@ class RaggedCall:
             dtype, near = self.dtype, None
             if self.near is not None and near_schedule is not None:
                 dtype = self.step.query.dtype
-                near = prompt_kernels.NearStep(self.near.of_prompts, self.near.step), near_schedule
+                near = self.near.as_near, near_schedule
             of_prompts = prompt_kernels.PromptCall(self.of_prompts, self.step, self.lots, self.own, dtype)
             prompt_kernels.attend(of_prompts, schedule, near)
         elif self.plan.max_prompts:

@@ -103,8 +103,8 @@ def _span(
         start = jnp.minimum(start + split * per, stop)
         stop = jnp.minimum(start + per, stop)
     if no_tile is not None:
-        is_right = start < stop if may_be_none is None else (start < stop) | may_be_none
-        start = jnp.where(is_right, start, no_tile)
+        is_some = start < stop if may_be_none is None else (start < stop) | may_be_none
+        start = jnp.where(is_some, start, no_tile)
     stop = jnp.maximum(stop, start + (1 if may_be_none is None else jnp.where(may_be_none, 0, 1)))
     plain_start = jnp.clip(plain_start, start, stop)
     return TileSpan(start, stop, plain_start, jnp.clip(plain_stop, plain_start, stop))

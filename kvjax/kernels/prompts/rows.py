@@ -345,8 +345,8 @@ class RowWarpgroup:
         if seen is not None:
             logits = self._masked(seen, logits, tile)
         highest = jnp.max(logits, axis=1) * factor
-        near = fp8.integer_above(highest) if self.is_fp8 else reference(highest, margin(keys.dtype))
-        raised = jnp.maximum(largest, near)
+        raised = fp8.integer_above(highest) if self.is_fp8 else reference(highest, margin(keys.dtype))
+        raised = jnp.maximum(largest, raised)
         shift = jnp.where(raised == -jnp.inf, 0.0, raised)
         shrink = jnp.exp2(largest - shift)
         if self.is_fp8:
