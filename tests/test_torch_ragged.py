@@ -25,8 +25,10 @@ from support.torch_helpers import (  # noqa: E402
     assert_torch_sees_no_wait,
     assert_waits_for_its_stream_alone,
     capture,
+    to_numpy,
 )
 from support.torch_steps import attend_on, given, on_cuda, product_model, use_stand_ins  # noqa: E402
+from torch.nn import functional  # noqa: E402
 
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
@@ -115,6 +117,50 @@ def test_prompts_without_a_kernel_are_served_in_16_bits(case, monkeypatch):
     ragged_suite.check(case, attend_on("cpu", is_rounded=True, decode_q_len=0))
     exact = torch.bfloat16 if case.dtype == "bfloat16" else torch.float16
     assert dtypes == {torch.float32 if case.dtype == "float16" else exact}
+
+
+PLAIN = [
+    ragged((12, 1, 0, 9), (18, 17, 0, 9), dtype="nvfp4", scales="scalar", sm_scale=-0.07),
+    ragged((12, 2, 13), (18, 17, 40), dtype="bfloat16", window=9, sm_scale=-0.2),
+    ragged((12, 1, 3), (18, 17, 3), dtype="fp8_e4m3", head_size=128, head_size_v=64, scales="per_head", sm_scale=-0.1),
+    ragged((40, 3), (300, 3), dtype="float16", query_dtype="float16", sm_scale=0.0, group=1),
+    ragged((12, 1, 40), (18, 17, 40), dtype="nvfp4", layout="HND", sm_scale=0.1),
+    ragged((12, 1, 40), (18, 17, 40), dtype="nvfp4", head_size=272, scales="scalar"),
+]
+"""Prompts that the prompt kernel does not serve, but for one on Hopper, and that need no log-sum-exp."""
+
+
+def attend_without_lse(device: str) -> Attend:
+    """Results of calls that ask for them alone, with the log-sum-exp of others."""
+
+    def run(query: np.ndarray, *args: Any, **options: Any) -> Any:
+        call = given(device, query, *args, **options, decode_q_len=0)
+        out, (_, lse) = (kvjax_torch.ragged_paged_attention(**call | {"return_lse": both}) for both in (False, True))
+        return to_numpy(out, query.dtype), to_numpy(lse, np.dtype(np.float32))
+
+    run.by_kernels = True  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_prompts_without_a_kernel_and_log_sum_exp_are_served_by_torchs_own_attention(case, monkeypatch):
+    use_stand_ins(monkeypatch)
+    calls = []
+    right = functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        calls.append(query.dtype)
+        return right(query, *args, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    ragged_suite.check(case, attend_without_lse("cpu"))
+    assert {*calls} == {torch.bfloat16 if case.dtype == "bfloat16" else torch.float16}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.sm_scale != 0.1], ids=str)
+def test_on_a_gpu_torchs_own_attention_serves_prompts_without_a_kernel(case):
+    ragged_suite.check(case, attend_without_lse("cuda"))
 
 
 def test_a_large_sink_does_not_round_weights_to_zero(monkeypatch):

@@ -264,6 +264,7 @@ def ragged_paged_attention(
     softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     limits: dict[str, Any] = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
     limits["query_quantization"] = as_bool("query_quantization", query_quantization)
+    limits["return_lse"] = as_bool("return_lse", return_lse)  # which some prompts cost more with
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, limits, out, return_lse)

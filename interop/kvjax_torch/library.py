@@ -5,6 +5,7 @@ They are registered with `torch.library.Library`, whose calls cost a third of th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -124,9 +125,10 @@ def _attend_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *pages, cu_q_lens, kv_cache_dtype, k_scale, v_scale = given
     tensors, encoding = ReadTensors._make((*pages, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
-    in_fp8 = options.pop("query_quantization", False)
+    in_fp8, returns_lse = options.pop("query_quantization", False), options.pop("return_lse", True)
     limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
     plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits, in_fp8)
+    plan = dataclasses.replace(plan, returns_lse=returns_lse)
     if out is not None:
         inputs = {**tensors._asdict(), "cu_q_lens": cu_q_lens, "sinks": softmax.sinks, "tree_mask": softmax.tree_mask}
         check_out(out, query, plan.attention.cache.spec, **inputs)
@@ -392,7 +394,7 @@ _register_attention("paged_attention", f"Tensor query, {_READ}, {_STORED}, {_SOF
 _register_attention(
     "ragged_paged_attention",
     f"Tensor query, {_READ}, Tensor cu_q_lens, {_STORED}, {_SOFTMAX}, {_LIMITS}, bool query_quantization=False,"
-    f" {_TREE}",
+    f" {_TREE}, bool return_lse=True",
     _attend_ragged,
 )
 _register_attention(

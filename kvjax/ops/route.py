@@ -2,7 +2,8 @@
 
 Operations on JAX arrays and `kvjax_torch` ask it; docs/attention.md has its table (`tools/attention_routes.py`). A step
 has rows of sequences that decode and rows of prompts. Each kind has one kernel and one fallback over gathered keys and
-values. From JAX, XLA serves the whole call where the decode kernel cannot.
+values; for prompts from torch that is torch's own attention, where it computes what a call asks for. From JAX, XLA
+serves the whole call where the decode kernel cannot.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Query(NamedTuple):
       invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
       rows: query heads times query tokens of a sequence that decodes, for latents; None where unknown: maybe many.
       query_quantization: whether prompts are attended to by products in fp8.
+      is_plain: whether it has neither soft cap nor sinks and asks for no log-sum-exp, which torch's own attention does
+        not compute.
     """
 
     dtype: np.dtype[Any]
@@ -43,6 +46,7 @@ class Query(NamedTuple):
     invariant: BatchSizes | None = None
     rows: int | None = None
     query_quantization: bool = False
+    is_plain: bool = False
 
 
 class Route(NamedTuple):
@@ -53,12 +57,14 @@ class Route(NamedTuple):
       why_no_prompt_kernel: why the prompt kernel does not serve prompts.
       why_no_kernels: why kernels cannot serve the whole call on JAX arrays, so that XLA does.
       dense_dtype: dtype of the gathered keys and values of prompts, and of the products of the fallback.
+      by_library: whether the fallback of prompts is torch's own attention (from torch).
     """
 
     why_no_decode_kernel: str | None
     why_no_prompt_kernel: str | None
     why_no_kernels: str | None
     dense_dtype: np.dtype[Any]
+    by_library: bool
 
 
 def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
@@ -69,7 +75,8 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     decode = neither or _why_no_decode_kernel(spec, query, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
-    return Route(decode, prompt, decode or prompts, dense)
+    by_library = query.is_plain and dense.itemsize == 2 and not spec.is_mla
+    return Route(decode, prompt, decode or prompts, dense, by_library)
 
 
 def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], target: Target | None) -> str | None:

@@ -335,12 +335,14 @@ class RaggedPlan:
       max_q_len: the most query tokens of a sequence.
       max_prompts: the most sequences with more than `attention.q_len` query tokens.
       query_quantization: whether these are attended to by products in fp8.
+      returns_lse: whether the log-sum-exp is wanted; else that of prompts may be anything.
     """
 
     attention: AttentionPlan
     max_q_len: int
     max_prompts: int
     query_quantization: bool = False
+    returns_lse: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

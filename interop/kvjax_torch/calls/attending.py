@@ -40,10 +40,17 @@ class AttentionPart(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def route_of(plan: AttentionPlan, device: torch.device, query_quantization: bool = False) -> Route:
+def route_of(
+    plan: AttentionPlan, device: torch.device, query_quantization: bool = False, returns_lse: bool = True
+) -> Route:
     """What serves a call on a device, without the limits of `has_attention`."""
-    rows = plan.q_len * plan.num_heads
-    query = Query(numpy_dtype(plan.dtype), plan.sm_scale > 0, rows=rows, query_quantization=query_quantization)
+    query = Query(
+        numpy_dtype(plan.dtype),
+        plan.sm_scale > 0,
+        rows=plan.q_len * plan.num_heads,
+        query_quantization=query_quantization,
+        is_plain=not (returns_lse or plan.has_sinks) and plan.logits_soft_cap is None,
+    )
     return route(plan.cache.spec, query, choosing.target_of(device))
 
 

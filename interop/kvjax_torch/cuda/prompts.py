@@ -1,7 +1,7 @@
 """Attention of prompts that the prompt kernel does not serve: pages are made dense, then torch attends.
 
-`dense` attends, a tile of rows at a time, with products of 16 bits where these hold keys and values exactly, and else
-of float32. torch's own `scaled_dot_product_attention` has no lengths, no log-sum-exp, no soft cap and no sinks.
+A tile of rows at a time: `scaled_dot_product_attention`, with a mask for lengths and windows, serves products of 16
+bits. It has no log-sum-exp, no soft cap and no sinks; calls with these, and products of float32, are left to `dense`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from kvjax import kernels
 from kvjax.ops.options import num_reached_blocks, prompts_at_once
@@ -18,7 +19,7 @@ from kvjax_torch.cuda import ragged_step, reads
 from kvjax_torch.cuda.ragged_step import RaggedStep
 from kvjax_torch.eager import dense
 
-LOGITS_BYTES = 64 << 20
+LOGITS_BYTES = 256 << 20
 """Limit on the float32 logits of a tile of rows; those of a single row of each sequence may exceed it."""
 
 
@@ -38,14 +39,22 @@ class Lot(NamedTuple):
     ends: torch.Tensor
 
 
-def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, dtype: torch.dtype) -> None:
+class Products(NamedTuple):
+    """How rows, keys and values are multiplied.
+
+    Attributes:
+      dtype: 16 bits where these hold keys and values exactly.
+      by_library: whether by `scaled_dot_product_attention`: `Route.by_library`.
+    """
+
+    dtype: torch.dtype
+    by_library: bool
+
+
+def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, products: Products) -> None:
     """Serves the prompts of a step in lots that fit in `options.DENSE_BYTES`, and stores their results.
 
-    Args:
-      plan: of the call.
-      step: the call.
-      placement: the kernel of `ragged_step.place`.
-      dtype: of products, 16 bits where these hold keys and values exactly.
+    `placement` is the kernel of `ragged_step.place`.
     """
     attention, spec, table = plan.attention, plan.attention.cache.spec, step.tensors.block_table
     bounds = step.cu_q_lens.clamp(0, step.query.shape[0]).to(torch.int64)
@@ -58,11 +67,11 @@ def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, dtyp
 
     num_blocks = num_reached_blocks(attention.window, plan.max_q_len, table.shape[1], spec.block_size)
     elements = num_blocks * spec.block_size * spec.num_kv_heads * (spec.head_size + spec.head_size_v)
-    at_once = prompts_at_once(elements * dtype.itemsize, plan.max_prompts)
+    at_once = prompts_at_once(elements * products.dtype.itemsize, plan.max_prompts)
     for first in range(0, plan.max_prompts, at_once):
         some = chosen[first : min(first + at_once, plan.max_prompts)]
         own = _reached(attention, _lot_of(step, bounds, some), num_blocks)
-        _attend_to_lot(plan, step, placement, own, dtype)
+        _attend_to_lot(plan, step, placement, own, products)
 
 
 def _lot_of(step: RaggedStep, bounds: torch.Tensor, chosen: torch.Tensor) -> Lot:
@@ -89,24 +98,56 @@ def _reached(plan: AttentionPlan, own: Lot, num_blocks: int) -> Lot:
 
 
 def _attend_to_lot(
-    plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, own: Lot, dtype: torch.dtype
+    plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, own: Lot, products: Products
 ) -> None:
     """Attends with a tile of rows of each sequence at a time."""
     attention, num_rows = plan.attention, step.query.shape[0]
-    query, *dense_tokens, weight = _operands(attention, step, own, dtype)
+    query, *dense_tokens, weight = _operands(attention, step, own, products.dtype)
     keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
     del dense_tokens  # as large
     num_lot, max_len = own.lens.shape[0], keys.shape[2]
-    tile = max(1, min(plan.max_q_len, num_rows, LOGITS_BYTES // (4 * num_lot * query.shape[1] * max_len)))
-    for first in range(0, min(plan.max_q_len, num_rows), tile):
-        row = own.starts[:, None] + torch.arange(first, first + tile, device=query.device)
+    if attention.window is not None:  # what no row sees may be NaN
+        first = own.lens - (own.ends - own.starts) - (attention.window - 1)
+        unseen = torch.arange(max_len, device=query.device) < first[:, None]
+        for x in (keys, values):
+            x.masked_fill_(unseen[:, None, :, None], 0.0)
+    heads = query.shape[1] // (attention.cache.spec.num_kv_heads if products.by_library else 1)
+    tile = max(1, min(plan.max_q_len, num_rows, LOGITS_BYTES // (4 * num_lot * heads * max_len)))
+    for first_row in range(0, min(plan.max_q_len, num_rows), tile):
+        row = own.starts[:, None] + torch.arange(first_row, first_row + tile, device=query.device)
         rows = query.index_select(0, row.clamp(0, num_rows - 1).flatten()).unflatten(0, (num_lot, tile))
         # The length up to the last row of the tile, even if the sequence ends before that row.
-        ends = own.lens - (own.ends - own.starts) + (first + tile)
+        ends = own.lens - (own.ends - own.starts) + (first_row + tile)
         tokens = dense.DenseTokens(keys, values, own.table, ends, step.tensors.num_blocks)
-        out, lse = dense.attend(attention, rows, tokens, step.sinks, weight)
+        if products.by_library:
+            out, lse = _by_library(attention, rows, tokens, weight)
+        else:
+            out, lse = dense.attend(attention, rows, tokens, step.sinks, weight)
         places = torch.where(row < own.ends[:, None], row, -1).to(torch.int32).flatten()
         ragged_step.place(step, placement, places, out.flatten(0, 1), lse.flatten(0, 1))
+
+
+def _by_library(
+    plan: AttentionPlan, query: torch.Tensor, tokens: dense.DenseTokens, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results as of `dense.attend`, by `scaled_dot_product_attention`; the log-sum-exp is NaN.
+
+    The query heads of a KV head become rows of one head: a memory-efficient kernel takes neither more of them than KV
+    heads nor, as the others do, only some GPUs.
+    """
+    num_kv_heads = tokens.keys.shape[1]
+    group = plan.num_heads // num_kv_heads
+    seen = dense.seen_by(plan, query.shape[1], tokens).repeat_interleave(group, dim=1)[:, None]
+    rows = query.unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3).to(tokens.keys.dtype)
+    scale = plan.sm_scale
+    if scale <= 0:  # kernels take positive ones
+        rows, scale = rows * (-1.0 if scale < 0 else 0.0), abs(scale) or 1.0
+    attended = functional.scaled_dot_product_attention(rows, tokens.keys, tokens.values, attn_mask=seen, scale=scale)
+    attended = torch.where(seen.any(-1, keepdim=True), attended, 0.0)  # rows that see nothing may be NaN
+    by_token = attended.unflatten(2, (query.shape[1], group)).transpose(1, 2).flatten(2, 3)
+    out = torch.empty_like(by_token, dtype=plan.dtype, memory_format=torch.contiguous_format)
+    torch.mul(by_token, weight[:, None], out=out)
+    return out, query.new_full(query.shape[:-1], torch.nan, dtype=torch.float32)
 
 
 class _Operands(NamedTuple):

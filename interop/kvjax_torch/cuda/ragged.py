@@ -101,7 +101,7 @@ class RaggedCall:
       of_prompts: the plan of prompts.
       step: its arrays and results.
       step_kernels: those that divide it.
-      dtype: of gathered keys and values.
+      products: the dtype of gathered keys and values, and what multiplies them where no kernel does.
       by_kernels: whether the prompt kernel attends with prompts.
       lots: of prompts, and `own` the kernels that attend with them; None where torch does.
       near: the call over near tokens that the prompt kernel also attends to; None for none.
@@ -111,7 +111,7 @@ class RaggedCall:
     of_prompts: RaggedPlan
     step: RaggedStep
     step_kernels: ragged_step.StepKernels
-    dtype: torch.dtype
+    products: prompts.Products
     by_kernels: bool
     lots: prompt_kernels.Lots | None = None
     own: prompt_kernels.PromptKernels | None = None
@@ -121,7 +121,7 @@ class RaggedCall:
     def divided(cls, plan: RaggedPlan, decoding: AttentionPlan, step: RaggedStep) -> RaggedCall:
         """A call that is not refused, without the kernels of its prompts; `step.rows` is the query."""
         attention = plan.attention
-        served = attending.route_of(attention, step.query.device, plan.query_quantization)
+        served = attending.route_of(attention, step.query.device, plan.query_quantization, plan.returns_lse)
         by_kernels = plan.max_prompts > 0 and served.why_no_prompt_kernel is None
         rows = ragged_step.runs(step.query, kernels.PROMPT_ROWS if by_kernels else 1)
         step = dataclasses.replace(step, rows=rows)
@@ -129,7 +129,8 @@ class RaggedCall:
         window = of_prompts.attention.window if plan.max_prompts else None
         step_kernels = ragged_step.kernels_of(decoding, window, is_aligned=step.out.data_ptr() % 4 == 0)
         own_plan = dataclasses.replace(plan, attention=decoding)
-        return cls(own_plan, of_prompts, step, step_kernels, torch_dtype(served.dense_dtype), by_kernels)
+        products = prompts.Products(torch_dtype(served.dense_dtype), served.by_library)
+        return cls(own_plan, of_prompts, step, step_kernels, products, by_kernels)
 
     @property
     def as_near(self) -> prompt_kernels.NearStep:
@@ -164,14 +165,14 @@ class RaggedCall:
     ) -> None:
         """Stores the results of prompts; `near_schedule` is that of the call over near tokens, if there is one."""
         if self.lots is not None and self.own is not None:
-            dtype, near = self.dtype, None
+            dtype, near = self.products.dtype, None
             if self.near is not None and near_schedule is not None:
                 dtype = self.step.query.dtype
                 near = self.near.as_near, near_schedule
             of_prompts = prompt_kernels.PromptCall(self.of_prompts, self.step, self.lots, self.own, dtype)
             prompt_kernels.attend(of_prompts, schedule, near)
         elif self.plan.max_prompts:
-            prompts.attend(self.of_prompts, self.step, self.step_kernels.place, self.dtype)
+            prompts.attend(self.of_prompts, self.step, self.step_kernels.place, self.products)
 
 
 def see_nothing(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:

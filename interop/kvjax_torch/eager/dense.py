@@ -73,21 +73,24 @@ def attend(
     Returns:
       `[num_seqs, q_len, num_heads, head_size_v]` of the plan's dtype, and float32 `[num_seqs, q_len, num_heads]`.
     """
-    keys, values, block_table, seq_lens, num_blocks, tree = tokens
-    q_len, max_len, device = query.shape[1], keys.shape[2], query.device
-    last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
-    age = last[:, :, None] - torch.arange(max_len, device=device)
-    of_block = is_block(block_table, num_blocks).repeat_interleave(plan.cache.spec.block_size, dim=1)
-    seen = (age >= 0) & of_block[:, None]
-    if tree is not None:
-        seen &= tree.sees(seq_lens, max_len, plan.window)
-    elif plan.window is not None:
-        seen &= age < plan.window
-    attended, lse = attend_seen(plan, query, SeenTokens(keys, values, seen), sinks, in_fp8)
+    seen = SeenTokens(tokens.keys, tokens.values, seen_by(plan, query.shape[1], tokens))
+    attended, lse = attend_seen(plan, query, seen, sinks, in_fp8)
     if out is None:
         out = torch.empty_like(attended, dtype=plan.dtype, memory_format=torch.contiguous_format)
     torch.mul(attended, 1.0 if weight is None else weight[:, None], out=out)
     return out, lse
+
+
+def seen_by(plan: AttentionPlan, q_len: int, tokens: DenseTokens) -> torch.Tensor:
+    """Which tokens the last `q_len` rows of each sequence see: bool `[num_seqs, q_len, max_len]`."""
+    seq_lens, max_len, device = tokens.seq_lens, tokens.keys.shape[2], tokens.keys.device
+    last = seq_lens.to(torch.int64).clamp(min=0)[:, None] - q_len + torch.arange(q_len, device=device)
+    age = last[:, :, None] - torch.arange(max_len, device=device)
+    of_block = is_block(tokens.block_table, tokens.num_blocks).repeat_interleave(plan.cache.spec.block_size, dim=1)
+    seen = (age >= 0) & of_block[:, None]
+    if tokens.tree is not None:
+        return seen & tokens.tree.sees(seq_lens, max_len, plan.window)
+    return seen if plan.window is None else seen & (age < plan.window)
 
 
 class SeenTokens(NamedTuple):
