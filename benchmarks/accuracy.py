@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,9 @@ from kvjax.demo.divergence import Divergence, diverge, summarize
 from kvjax.demo.pretrained import Attended, Pretrained, step_of
 
 DTYPES = output.define_dtypes(kvjax.STORED_KV_CACHE_DTYPES)
+CHOOSE_BY = flags.DEFINE_enum_class(
+    "choose_by", kvjax.ErrorMeasure.DIVERGENCE, kvjax.ErrorMeasure, "the error that chosen dtypes minimize"
+)
 BITS = flags.DEFINE_list("bits", ["5"], "budgets to choose layers' dtypes under, in bits of an element")
 WINDOWS = output.define_numbers(
     "exact_windows",
@@ -53,8 +56,6 @@ MEASURED = (
     kvjax.KVCacheDType.NVFP4,
 )
 CHOICES = (
-    kvjax.KVCacheDType.INT8_PER_TOKEN_HEAD,
-    kvjax.KVCacheDType.FP8_E4M3,
     kvjax.KVCacheDType.INT8_K_NVFP4_4OVER6_V,
     kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
     kvjax.KVCacheDType.NVFP4_4OVER6,
@@ -146,7 +147,44 @@ def run(
     )
 
 
-def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Request]:
+def choose(
+    model: Pretrained, position: int, texts: list[np.ndarray], samples: list[list[Attended]]
+) -> Callable[[float, bool], Request]:
+    """Returns a function that chooses layers' dtypes for bits of an element, with rotated keys or without.
+
+    By divergence, the error is that of predictions in the second half of a text that is given twice, which recall the
+    first: as `kvjax calibrate --choose-by divergence --twice` measures it.
+    """
+    every, half = model.kv_config.layer_indices, len(texts[0]) // 2
+    twice = [np.concatenate([text[:half]] * 2) for text in texts]
+
+    def logits(tokens: np.ndarray, request: Request) -> jax.Array:
+        return run(model, request, tokens, position, samples)[0][half:-1]
+
+    @functools.cache
+    def references() -> list[jax.Array]:
+        return [logits(tokens, FLOAT32) for tokens in twice]
+
+    @functools.cache
+    def error_of(layer: int | str, dtype: kvjax.KVCacheDType, rotates: bool) -> float:
+        output.say(f"position {position}, layer {layer}, {dtype.value}{', keys rotated' if rotates else ''}")
+        alone = Request({each: dtype if each == layer else FLOAT32.dtype for each in every}, None, (layer,) * rotates)
+        pairs = zip(twice, references(), strict=True)
+        return summarize(
+            [diverge(logits(tokens, alone), reference, tokens[half + 1 :]) for tokens, reference in pairs]
+        ).kl
+
+    by_divergence = CHOOSE_BY.value is kvjax.ErrorMeasure.DIVERGENCE
+    by: dict[str, Any] = {"samples": None, "error_of": error_of} if by_divergence else {"samples": samples}
+
+    def chosen(bits: float, rotates: bool) -> Request:
+        found = kvjax.choose_layer_dtypes(model.kv_config, dtypes=CHOICES, bits=bits, key_rotation=rotates, **by)
+        return Request(found.dtypes, key_rotation=found.key_rotation)
+
+    return chosen
+
+
+def requests(chosen: Callable[[float, bool], Request]) -> dict[str, Request]:
     """Returns what to measure, by name."""
     dtypes = DTYPES.value or list(MEASURED)
     wanted = {dtype.value: Request(dtype) for dtype in dtypes}
@@ -155,9 +193,8 @@ def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Requ
         wanted[f"{WINDOWED.value}, {size} exact"] = Request(WINDOWED, size)
     for bits in map(float, BITS.value):
         for rotates in (False, True):
-            choice = kvjax.choose_layer_dtypes(model.kv_config, samples, CHOICES, bits=bits, key_rotation=rotates)
             name = f"chosen, at most {bits:g} bits" + (", keys rotated" if rotates else "")
-            wanted[name] = request = Request(choice.dtypes, key_rotation=choice.key_rotation)
+            wanted[name] = request = chosen(bits, rotates)
             for size in windows:
                 wanted[f"{name}, {size} exact"] = request._replace(exact_window=size)
     return wanted
@@ -165,7 +202,7 @@ def requests(model: Pretrained, samples: list[list[Attended]]) -> dict[str, Requ
 
 def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Attended]]) -> list[Row]:
     """Returns a row for each request, with scales and choices by `samples`."""
-    wanted = requests(model, samples)
+    wanted = requests(choose(model, position, of.calibration, samples))
     plain: dict[str, list[Divergence]] = {name: [] for name in wanted}
     recall: dict[str, list[Divergence]] = {name: [] for name in wanted}
     for results, texts_of, first_share in ((plain, of.plain, 0), (recall, of.repeated, 0.5)):

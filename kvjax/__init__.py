@@ -16,6 +16,7 @@ from kvjax.cache_views import nvfp4_split_views as nvfp4_split_views
 from kvjax.calibration import CalibrationMethod as CalibrationMethod
 from kvjax.calibration import calibrate as calibrate
 from kvjax.dtype_choice import DTypeChoice as DTypeChoice
+from kvjax.dtype_choice import ErrorMeasure as ErrorMeasure
 from kvjax.dtype_choice import choose_layer_dtypes as choose_layer_dtypes
 from kvjax.dtypes import ACCEPTED_KV_CACHE_DTYPES as ACCEPTED_KV_CACHE_DTYPES
 from kvjax.dtypes import MLA_KV_CACHE_DTYPES as MLA_KV_CACHE_DTYPES

@@ -1,10 +1,12 @@
-"""Chooses each layer's dtype by the error of attention on samples, under a budget of memory."""
+"""Chooses each layer's dtype by the error of attention on samples, or by measured errors, under a budget of memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +31,21 @@ from kvjax.spec import AttentionSpec
 OVERFLOWS = 1e30
 """The error of a dtype whose values overflow: finite, as sums that exceed a budget are not."""
 
+
+class ErrorMeasure(enum.StrEnum):
+    """What a choice of layers' dtypes minimizes the sum of."""
+
+    ATTENTION = enum.auto()
+    """The relative error of each layer's attention."""
+    DIVERGENCE = enum.auto()
+    """The divergence of the model's predictions with one layer quantized."""
+
+
 type Sequences = Iterable[Iterable[Iterable[ArrayLike]]]
 """Sequences, each with `(query, key, value)` of every layer."""
+
+type ErrorOf = Callable[[int | str, KVCacheDType, bool], float]
+"""The error with one layer of a dtype, by the layer's index, its dtype, and whether its keys are rotated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +56,7 @@ class DTypeChoice:
       dtypes: of each layer, by its index: a request for `resolve_layer_specs`.
       bits: mean bits of an element of keys and values, stored scales included.
       bytes_per_token: of all layers.
-      errors: of each layer in order, the relative error of attention with each allowed dtype.
+      errors: of each layer in order, the error with each allowed dtype.
       key_rotation: indices of the layers whose queries and keys to rotate by `hadamard_transform`.
       rotated_errors: the errors with rotated queries and keys; empty without `key_rotation=True`.
     """
@@ -56,17 +71,20 @@ class DTypeChoice:
 
 def choose_layer_dtypes(
     model: ModelKVConfig,
-    samples: Sequences | Callable[[], Sequences],
+    samples: Sequences | Callable[[], Sequences] | None,
     dtypes: Sequence[str | KVCacheDType],
     *,
     bits: float | None = None,
     bytes_per_token: int | None = None,
     key_rotation: bool = False,
+    error_of: ErrorOf | None = None,
 ) -> DTypeChoice:
-    """Chooses of `dtypes` one for each layer, with the least error of attention that fits a budget.
+    """Chooses of `dtypes` one for each layer, with the least sum of errors that fits a budget.
 
-    A layer's error is relative: with `o` its causal attention over the samples' keys and values and `o'` that over
-    them stored and read back, both in float32 with softmax's scale `head_size ** -0.5` and the layer's window,
+    Errors are those that `error_of` measures, such as the divergence of the model's predictions with that layer alone
+    quantized, or by default those of attention, which cost less to measure and say less of predictions. A layer's error
+    of attention is relative: with `o` its causal attention over the samples' keys and values and `o'` that over them
+    stored and read back, both in float32 with softmax's scale `head_size ** -0.5` and the layer's window,
 
         error = sum((o' - o) ** 2) / sum(o ** 2)
 
@@ -75,7 +93,7 @@ def choose_layer_dtypes(
     solved by dynamic programming over bytes. Of equal sums, the choice with fewer bytes. A dtype whose values overflow
     has an infinite error, and is chosen only where no other fits.
 
-    Soft caps, sinks and other scales of the softmax are not part of the measure.
+    Soft caps, sinks and other scales of the softmax are not part of the error of attention.
 
     With `key_rotation`, a layer whose keys are quantized may also have its queries and keys rotated by
     `hadamard_transform`, where its error is smaller so. The model rotates them, in the layers of the result's
@@ -85,16 +103,20 @@ def choose_layer_dtypes(
       model: its layers.
       samples: sequences, each with `(query, key, value)` for every layer, as attention takes them, RoPE applied:
         float32, float16 or bfloat16 `[tokens, heads, head_size]`. A list, or a function that returns them, since they
-        are read twice for each dtype.
+        are read twice for each dtype. None with `error_of`.
       dtypes: what layers may have; `"auto"` is the model's dtype.
       bits: the budget as mean bits of an element, stored scales included: NVFP4 has 4.5.
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
       key_rotation: whether layers may have rotated keys. Samples are then read four times for each dtype.
+      error_of: a function of a layer's index, a dtype, and whether its keys are rotated, that returns the error: 0 or
+        more, infinite for what must not be chosen. It is called once for each, and with True only with `key_rotation`,
+        for dtypes whose keys are quantized.
 
     Raises:
       KVCacheValueError: no dtype, no sample, samples that do not match the layers, or whose attention is not finite;
-        not exactly one budget; one that the smallest dtypes exceed.
-      KVCacheTypeError: another type of model, samples or budget; an iterator of samples.
+        not exactly one budget; one that the smallest dtypes exceed; samples and `error_of`, or neither; an error that
+        is negative or NaN.
+      KVCacheTypeError: another type of model, samples, budget, `error_of` or error; an iterator of samples.
       UnsupportedError: layers of multi-head latent attention.
     """
     key_rotation = as_bool("key_rotation", key_rotation)
@@ -104,13 +126,7 @@ def choose_layer_dtypes(
         raise UnsupportedError("choose_layer_dtypes: got a model of multi-head latent attention (MLA)")
     if (bits is None) == (bytes_per_token is None):
         raise KVCacheValueError(f"bits, bytes_per_token: got {bits} and {bytes_per_token}, expected one of them")
-    if not callable(samples) and not isinstance(samples, Iterable):
-        raise KVCacheTypeError(f"samples: got {kind_of(samples)}, expected a list or a function")
-    if not callable(samples) and iter(samples) is samples:
-        raise KVCacheTypeError(
-            f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
-        )
-    read: Callable[[], Sequences] = samples if callable(samples) else lambda: samples
+    measure = _by_attention(samples) if error_of is None else _by_function(samples, error_of)
     allowed = dict.fromkeys(map(parse_kv_cache_dtype, dtypes))
     if not allowed:
         raise KVCacheValueError("dtypes: got none, expected at least one")
@@ -125,10 +141,10 @@ def choose_layer_dtypes(
         raise KVCacheValueError(
             f"{name}: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
         )
-    errors = np.stack([_errors(specs, read) for specs in by_dtype], axis=1)
+    errors = np.stack([measure(model, specs, False) for specs in by_dtype], axis=1)
     rotated = np.full_like(errors, np.inf)
     if key_rotation:
-        rotated = np.stack([_errors(specs, read, rotates=True) for specs in by_dtype], axis=1)
+        rotated = np.stack([measure(model, specs, True) for specs in by_dtype], axis=1)
     chosen = _least(np.minimum(errors, rotated), costs, budget)
     layers = range(len(model.layers))
     total = int(costs[layers, chosen].sum())
@@ -172,10 +188,55 @@ def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
     return result
 
 
+type Measure = Callable[[ModelKVConfig, Sequence[AttentionSpec], bool], np.ndarray]
+"""Returns the error of each layer with the specs of a dtype, `[layers]`, with rotated keys or without.
+
+That of rotated keys is infinite for layers that cannot have them.
+"""
+
+
+def _by_attention(samples: object) -> Measure:
+    if not callable(samples) and not isinstance(samples, Iterable):
+        raise KVCacheTypeError(f"samples: got {kind_of(samples)}, expected a list or a function")
+    if not callable(samples) and iter(samples) is samples:
+        raise KVCacheTypeError(
+            f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
+        )
+    read: Callable[[], Sequences] = samples if callable(samples) else lambda: samples
+    return lambda _, specs, rotates: _errors(specs, read, rotates=rotates)
+
+
+def _by_function(samples: object, error_of: ErrorOf) -> Measure:
+    if samples is not None:
+        raise KVCacheValueError(f"samples: got {kind_of(samples)} beside error_of, expected None")
+    if not callable(error_of):
+        raise KVCacheTypeError(f"error_of: got {kind_of(error_of)}, expected a function")
+
+    def error(layer: int | str, dtype: KVCacheDType, rotates: bool) -> float:
+        found = error_of(layer, dtype, rotates)
+        what = f"error_of: got {shown(found)} for layer {shown(layer)}, {dtype.value}"
+        if isinstance(found, bool) or not isinstance(found, numbers.Real):
+            raise KVCacheTypeError(f"{what}, expected a float")
+        if not found >= 0:
+            raise KVCacheValueError(f"{what}, expected a number of 0 or more")
+        return float(found)
+
+    def measure(model: ModelKVConfig, specs: Sequence[AttentionSpec], rotates: bool) -> np.ndarray:
+        has_error = [not rotates or _may_rotate(spec) for spec in specs]
+        of_layers = zip(model.layer_indices, specs, has_error, strict=True)
+        return np.array([error(layer, spec.dtype, rotates) if has else np.inf for layer, spec, has in of_layers])
+
+    return measure
+
+
+def _may_rotate(spec: AttentionSpec) -> bool:
+    return spec.dtype.parts[0].is_quantized and spec.head_size % 2 == 0
+
+
 def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool = False) -> np.ndarray:
-    """Returns each layer's relative error, `[layers]`; that of rotated keys is infinite for layers without."""
+    """Returns each layer's relative error of attention, `[layers]`; that of rotated keys is infinite without them."""
     checked = functools.partial(_checked, specs, read)
-    has_rotation = [rotates and spec.dtype.parts[0].is_quantized and spec.head_size % 2 == 0 for spec in specs]
+    has_rotation = [rotates and _may_rotate(spec) for spec in specs]
 
     def stored() -> Iterable[list[tuple[Any, Any]]]:
         for sequence in checked():

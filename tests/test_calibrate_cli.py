@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 import kvjax  # noqa: E402
 from kvjax.cli import main  # noqa: E402
 from kvjax.cli.arguments import kv_cache_dtypes  # noqa: E402
+from kvjax_torch.transformers.calibrate import Allowed, Options, calibrate_model  # noqa: E402
 
 LENGTH, WINDOW, BEGIN = 24, 5, 256
 SIZES = {"vocab_size": 300, "head_dim": 32, "num_key_value_heads": 2, "dtype": "float32"}
@@ -110,7 +111,16 @@ def tokens_of_text() -> list[int]:
 
 
 def what_attention_gets(folder: Path, num_samples: int) -> list[Seen]:
-    """Of each sample, what each layer's attention gets, from a forward pass without a cache."""
+    """Of each sample, what each layer's attention gets."""
+    tokens = tokens_of_text()
+    return [
+        what_attention_gets_of(folder, [BEGIN, *tokens[number * (LENGTH - 1) : (number + 1) * (LENGTH - 1)]])
+        for number in range(num_samples)
+    ]
+
+
+def what_attention_gets_of(folder: Path, ids: Sequence[int]) -> Seen:
+    """The same of given tokens, from a forward pass without a cache."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
     seen: Seen = {}
 
@@ -122,15 +132,9 @@ def what_attention_gets(folder: Path, num_samples: int) -> list[Seen]:
     transformers.AttentionInterface.register("spy", spy)
     transformers.AttentionMaskInterface.register("spy", sdpa_mask)
     model.set_attn_implementation("spy")
-    tokens = tokens_of_text()
-    samples = []
-    for number in range(num_samples):
-        ids = [BEGIN, *tokens[number * (LENGTH - 1) : (number + 1) * (LENGTH - 1)]]
-        seen.clear()
-        with torch.no_grad():
-            model(input_ids=torch.tensor([ids]), use_cache=False)
-        samples.append(dict(seen))
-    return samples
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]), use_cache=False)
+    return seen
 
 
 def read_model(folder: Path) -> kvjax.ModelKVConfig:
@@ -328,6 +332,89 @@ def test_a_choice_is_that_of_what_attention_gets(models, text, out, capsys, mode
     np.testing.assert_allclose(loaded, scales, rtol=1e-6)
 
 
+def stored(index: int, spec: kvjax.AttentionSpec, samples: Sequence[Seen], rotates: bool) -> Callable[..., Any]:
+    """A function of a layer's keys and values `[1, heads, tokens, size]`: what a cache of JAX's holds of them."""
+
+    def rotated(x: np.ndarray) -> np.ndarray:
+        return np.asarray(kvjax.hadamard_transform(x)) if rotates else x
+
+    [scales] = kvjax.calibrate([spec], [[(rotated(sample[index][0]), sample[index][1])] for sample in samples])
+
+    def read_back(key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        rows = [x[0].transpose(0, 1).numpy() for x in (key, value)]
+        num_blocks = -(-len(rows[0]) // spec.block_size)
+        cache = kvjax.KVCache.allocate(spec, num_blocks, **scales._asdict())
+        cache = kvjax.reshape_and_cache_flash(rotated(rows[0]), rows[1], cache, np.arange(len(rows[0])))
+        read = kvjax.gather_kv(cache, np.arange(num_blocks)[None], np.array([len(rows[0])]), dtype=np.float32)
+        keys, values = (np.asarray(x)[0, : len(rows[0])] for x in read)
+        return [torch.tensor(x).transpose(0, 1)[None] for x in (rotated(keys), values)]
+
+    return read_back
+
+
+def logits_with(folder: Path, ids: Sequence[int], change: Mapping[int, Callable[..., Any]]) -> np.ndarray:
+    """Log-probabilities of a forward pass without a cache, in which `change` replaces keys and values of layers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+
+    def spy(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        key, value = change[module.layer_idx](key, value) if module.layer_idx in change else (key, value)
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    transformers.AttentionInterface.register("spy", spy)
+    transformers.AttentionMaskInterface.register("spy", sdpa_mask)
+    model.set_attn_implementation("spy")
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits.double().log_softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("llama", marks=pytest.mark.full)])
+def test_a_choice_by_divergence_is_that_of_predictions_with_one_layer_stored(models, text, out, model_type):
+    folder = models[model_type]
+    twice = (LENGTH - 1) // 2
+    tokens = tokens_of_text()
+    samples = [[BEGIN, *tokens[number * twice : (number + 1) * twice] * 2] for number in range(2)]
+    seen = [what_attention_gets_of(folder, ids) for ids in samples]
+    model = read_model(folder)
+    dtypes = ["int8_k_nvfp4_v", "nvfp4_4over6"]
+
+    def error_of(layer: int | str, dtype: kvjax.KVCacheDType, rotates: bool) -> float:
+        [spec] = [
+            spec
+            for index, spec in zip(model.layer_indices, kvjax.resolve_layer_specs(model, dtype), strict=True)
+            if index == layer
+        ]
+        change = {int(layer): stored(int(layer), spec, seen, rotates)}
+        divergences = []
+        for ids in samples:
+            expected, got = logits_with(folder, ids, {}), logits_with(folder, ids, change)
+            divergences.append((np.exp(expected) * (expected - got)).sum(-1)[-twice:].mean())
+        return float(np.mean(divergences))
+
+    expected = kvjax.choose_layer_dtypes(model, None, dtypes, bits=5.5, key_rotation=True, error_of=error_of)
+    options = Options(
+        kvjax.KVCacheDType.NVFP4,
+        Allowed(tuple(map(kvjax.KVCacheDType, dtypes)), 5.5, True, kvjax.ErrorMeasure.DIVERGENCE),
+        length=LENGTH,
+        twice=True,
+        num_samples=2,
+        device="cpu",
+    )
+    choice = calibrate_model(str(folder), text, options).choice
+    assert choice is not None
+    for got, wanted in zip(
+        (*choice.errors, *choice.rotated_errors), (*expected.errors, *expected.rotated_errors), strict=True
+    ):
+        assert got == pytest.approx(wanted, rel=1e-2, abs=1e-9)
+    assert (choice.dtypes, choice.key_rotation) == (expected.dtypes, expected.key_rotation)
+    words = ["--choose", ",".join(dtypes), "--bits", "5.5", "--choose-by", "divergence", "--key-rotation", "--twice"]
+    assert calibrate(folder, text, out, *words, "--samples", "2") == 0
+    with safe_open(out, "numpy") as file:
+        request = file.metadata()["kv_cache_dtype"]
+    resolved = kvjax.resolve_layer_dtypes(model, kv_cache_dtypes(request))
+    assert [one.dtype for one in resolved] == [*expected.dtypes.values()]
+
+
 def test_scales_of_rotated_keys_are_for_models_that_rotate_them(models, text, out, capsys):
     """Queries and keys of the first layer have a large channel; the other's queries are all zero."""
     folder = models["llama"]
@@ -443,6 +530,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "per head": (passed("--per-head"), "per_head: got True, expected False"),
     "a choice without bits": (passed("--choose", "fp8"), "--choose, --bits: got one of them, expected both or none"),
     "bits without a choice": (passed("--bits", "5"), "--choose, --bits: got one of them, expected both or none"),
+    "what to choose by without a choice": (passed("--choose-by", "attention"), "--choose-by: got it without --choose"),
+    "one token twice": (passed("--length", "2", "--twice"), "more than the tokenizer's 1 special token and one, twice"),
+    "too few bits of a divergence": (
+        passed("--choose", "fp8,nvfp4", "--bits", "4", "--choose-by", "divergence"),
+        "bits: got 128 bytes per token, expected at least",
+    ),
     "rotated keys without a choice": (passed("--key-rotation"), "--key-rotation: got it without --choose, expected"),
     "a dtype beside a choice": (
         passed("--choose", "fp8,nvfp4", "--bits", "7", "--dtype", "nvfp4"),

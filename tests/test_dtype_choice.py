@@ -157,6 +157,54 @@ def test_a_budget_that_is_not_finite_is_refused():
         choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=float("nan"))
 
 
+def test_measured_errors_choose_too():
+    """They are asked for once for each layer, dtype and rotation that there may be."""
+    model = kvjax.ModelKVConfig(LAYERS, "float32", layer_indices=(1, 4, 5), num_hidden_layers=7)
+    asked = []
+
+    def error_of(layer: int | str, dtype: KVCacheDType, rotates: bool) -> float:
+        asked.append((layer, dtype, rotates))
+        if dtype is NVFP4:
+            return {1: 0.5, 4: 0.125, 5: 3.0}[int(layer)] * (0.5 if rotates and layer == 1 else 1)
+        return 0.0625 + rotates
+
+    dtypes = ["nvfp4", "fp8", "float16"]
+    choice = choose_layer_dtypes(model, None, dtypes, bits=6, key_rotation=True, error_of=error_of)
+    assert choice.dtypes == {1: NVFP4, 4: NVFP4, 5: FP8}
+    assert choice.key_rotation == (1,)
+    assert [errors[NVFP4] for errors in choice.errors] == [0.5, 0.125, 3.0]
+    assert [errors[NVFP4] for errors in choice.rotated_errors] == [0.25, 0.125, 3.0]
+    kinds = [(NVFP4, False), (NVFP4, True), (FP8, False), (FP8, True), (KVCacheDType.FLOAT16, False)]
+    assert {*asked} == {(layer, *kind) for layer in (1, 4, 5) for kind in kinds}
+    assert len(asked) == 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"samples": [sequence()]}, KVCacheValueError, "samples: got a list beside error_of, expected None"),
+        ({"error_of": 3}, KVCacheTypeError, "error_of: got an int, expected a function"),
+        ({"error_of": lambda *_: "0"}, KVCacheTypeError, "error_of: got '0' for layer 0, nvfp4, expected a float"),
+        (
+            {"error_of": lambda *_: float("nan")},
+            KVCacheValueError,
+            "error_of: got nan for layer 0, nvfp4",
+        ),
+        ({"error_of": lambda *_: -1.0}, KVCacheValueError, "error_of: got -1.0 for layer 0, nvfp4, expected a number"),
+        ({"error_of": None}, KVCacheTypeError, "samples: got None, expected a list or a function"),
+        (
+            {"bits": 4.4, "error_of": None, "samples": []},
+            KVCacheValueError,
+            "bits: got 132 bytes per token, expected at",
+        ),
+    ],
+)
+def test_measured_errors_that_are_none_are_refused(arguments, error, message):
+    arguments = {"samples": None, "dtypes": ["nvfp4"], "bits": 8, "error_of": lambda *_: 0.0} | arguments
+    with pytest.raises(error, match=message):
+        choose_layer_dtypes(MODEL, **arguments)
+
+
 def test_samples_that_cannot_be_read_are_refused():
     with pytest.raises(KVCacheTypeError, match="samples: got an int, expected a list or a function"):
         choose_layer_dtypes(MODEL, 3, ["nvfp4"], bits=8)

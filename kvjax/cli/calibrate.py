@@ -58,15 +58,21 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=argument_of(_dtypes),
         default=(),
         metavar="DTYPE,DTYPE",
-        help="choose each layer's dtype of these, by the error of its attention, instead of --dtype; needs --bits",
+        help="choose each layer's dtype of these, instead of --dtype; needs --bits",
     )
     parser.add_argument(
         "--bits", type=float, help="of --choose: the most bits of an element, as a mean of all layers (NVFP4 has 4.5)"
     )
     parser.add_argument(
+        "--choose-by",
+        choices=[measure.value for measure in kvjax.ErrorMeasure],
+        help="of --choose: the error of each layer's attention (default), or the divergence of the model's predictions"
+        " with that layer alone quantized, which finds better dtypes and runs the model for each layer and dtype",
+    )
+    parser.add_argument(
         "--key-rotation",
         action="store_true",
-        help="of --choose: rotate keys, and in the model queries, of layers whose attention has less error so",
+        help="of --choose: rotate keys, and in the model queries, of layers that have less error so",
     )
     parser.add_argument(
         "--method",
@@ -85,6 +91,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="tokens of a sample (default: 2048, or what the model takes)",
     )
     parser.add_argument(
+        "--twice",
+        action="store_true",
+        help="samples are half as much text, given twice; --choose-by divergence then counts predictions of the second"
+        " time, which recall the first",
+    )
+    parser.add_argument(
         "--samples", type=at_least(1), help="number of samples (default: as many as the text has, at most 512)"
     )
     parser.add_argument("--device", help="torch's device (default: a GPU if there is one)")
@@ -101,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
     """Calibrates, writes the file and prints what was found; returns the exit status."""
     if bool(args.choose) != (args.bits is not None):
         return _failed("--choose, --bits: got one of them, expected both or none")
-    if args.key_rotation and not args.choose:
-        return _failed("--key-rotation: got it without --choose, expected both, or neither")
+    for option, is_given in (("--key-rotation", args.key_rotation), ("--choose-by", args.choose_by is not None)):
+        if is_given and not args.choose:
+            return _failed(f"{option}: got it without --choose, expected both, or neither")
     if args.choose and args.dtype is not None:
         return _failed(f"--dtype: got {args.dtype.value!r} beside --choose, expected one of them")
     # torch and JAX share a GPU here.
@@ -110,20 +123,23 @@ def run(args: argparse.Namespace) -> int:
     try:
         from safetensors.numpy import save
 
-        from kvjax_torch.transformers.calibrate import Options, calibrate_model
+        from kvjax_torch.transformers.calibrate import Allowed, Options, calibrate_model
     except ModuleNotFoundError as error:
         if error.name not in EXTRA_MODULES:
             raise
         return _failed(f"{error.name} is not installed: pip install 'kvjax[transformers]'")
+    allowed = None
+    if args.choose:
+        by = kvjax.ErrorMeasure(args.choose_by or kvjax.ErrorMeasure.ATTENTION)
+        allowed = Allowed(args.choose, args.bits, args.key_rotation, by)
     options = Options(
         dtype=args.dtype or kvjax.KVCacheDType.NVFP4,
-        choose_from=args.choose,
-        bits=args.bits,
-        key_rotation=args.key_rotation,
+        allowed=allowed,
         method=kvjax.CalibrationMethod(args.method),
         percentile=args.percentile,
         per_head=args.per_head,
         length=args.length,
+        twice=args.twice,
         num_samples=args.samples,
         device=args.device,
         model_dtype=args.model_dtype and args.model_dtype.value,
