@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -13,9 +14,11 @@ from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.attention import checked_softmax
 from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name, order_name
-from kvjax_torch.arguments.plan import SoftmaxOptions
+from kvjax_torch.arguments.plan import ReadTensors, SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
+from kvjax_torch.cuda import known_attention
 from kvjax_torch.eager.merge import as_parts
+from kvjax_torch.ops import are_plain
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -143,6 +146,15 @@ def paged_attention(
     softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     operation = torch.ops.kvjax.paged_attention, torch.ops.kvjax.paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
+    # As in writes: the dispatcher, checks and plans take many times as long as a launch.
+    if out is None and tree_mask is None and isinstance(key_cache, torch.Tensor) and key_cache.is_cuda:
+        scales = as_tensors(k_scale, v_scale, key_cache)
+        read = ReadTensors(key_cache, value_cache, block_table, seq_lens, *scales)
+        if are_plain(query, *read, *(() if sinks is None else (sinks,))):
+            call = known_attention.AttentionCall(query, read, (kv_cache_dtype, v_scale_layout), softmax)
+            serve: Any = functools.partial(_attend, operation, tensors, stored_as, softmax, {}, None, True)
+            results = known_attention.attend(call, serve)
+            return results if as_bool("return_lse", return_lse) else results[0]
     return _attend(operation, tensors, stored_as, softmax, {}, out, return_lse)
 
 
