@@ -12,13 +12,12 @@ from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool, as_float, as_limits
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.attention import checked_softmax
-from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.checks import are_plain, check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name, order_name
 from kvjax_torch.arguments.plan import ReadTensors, SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.cuda import known_attention
 from kvjax_torch.eager.merge import as_parts
-from kvjax_torch.ops import are_plain
 
 
 class AttentionOptions(TypedDict, total=False):

@@ -7,12 +7,11 @@ call reads values back, and the first use of a float scale on a device copies it
 from __future__ import annotations
 
 import torch
-from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool
 from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
-from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.checks import are_plain, check_tensors
 from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
 from kvjax_torch.arguments.plan import WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
@@ -89,20 +88,6 @@ def reshape_and_cache_flash(
         write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
         options = {"v_scale_layout": order_name(v_scale_layout), "unique_slots": unique_slots}
         write(*tensors[:5], kv_cache_dtype, k_scale, v_scale, **options)
-
-
-def are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether nothing would intercept an operation on these tensors: no subclass, mode, transformation, autograd or
-    compiler.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.requires_grad:
-            return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def launches_kernels(*tensors: torch.Tensor) -> bool:

@@ -106,3 +106,17 @@ def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
             " the capture, with kvjax.checked(False)"
         )
     return tensor.cpu()
+
+
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether nothing would intercept an operation on these tensors: no subclass, mode, transformation, autograd or
+    compiler.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.requires_grad:
+            return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
