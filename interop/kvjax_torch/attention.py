@@ -8,16 +8,17 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
+import kvjax
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool, as_float, as_limits
-from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
+from kvjax_torch import library
 from kvjax_torch.arguments.attention import checked_softmax
 from kvjax_torch.arguments.checks import are_plain, check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name, order_name
-from kvjax_torch.arguments.plan import ReadTensors, SoftmaxOptions
+from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
-from kvjax_torch.cuda import known_attention
 from kvjax_torch.eager.merge import as_parts
+from kvjax_torch.launch import tape
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -145,15 +146,6 @@ def paged_attention(
     softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     operation = torch.ops.kvjax.paged_attention, torch.ops.kvjax.paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
-    # As in writes: the dispatcher, checks and plans take many times as long as a launch.
-    if out is None and tree_mask is None and isinstance(key_cache, torch.Tensor) and key_cache.is_cuda:
-        scales = as_tensors(k_scale, v_scale, key_cache)
-        read = ReadTensors(key_cache, value_cache, block_table, seq_lens, *scales)
-        if are_plain(query, *read, *(() if sinks is None else (sinks,))):
-            call = known_attention.AttentionCall(query, read, (kv_cache_dtype, v_scale_layout), softmax)
-            serve: Any = functools.partial(_attend, operation, tensors, stored_as, softmax, {}, None, True)
-            results = known_attention.attend(call, serve)
-            return results if as_bool("return_lse", return_lse) else results[0]
     return _attend(operation, tensors, stored_as, softmax, {}, out, return_lse)
 
 
@@ -388,10 +380,20 @@ def call_operation(
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Calls the first of two registered operations, or the second one, which stores its results in `out`."""
+    """Calls the first of two registered operations, or the second one, which stores its results in `out`.
+
+    As in writes, torch's dispatcher is skipped if nothing observes operations, and so are checks and plans of a call
+    like an earlier one.
+    """
     return_lse = as_bool("return_lse", return_lse)
     attend, attend_into = operation
-    if out is None:
+    arguments = [*given, *options.values(), out]
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if tensors[0].is_cuda and are_plain(*tensors) and not kvjax.is_checked():
+        kernel = library.KERNELS[attend]
+        serve = functools.partial(kernel, *given, **options, out=out)
+        out, lse = tape.call(serve, [kernel, *arguments], None if out is None else len(tensors) - 1)
+    elif out is None:
         out, lse = attend.default(*given, **options)
     else:
         lse = attend_into.default(out, *given, **options)

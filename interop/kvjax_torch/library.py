@@ -48,6 +48,9 @@ from kvjax_torch.eager.trees import as_tree
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
+KERNELS: dict[Any, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}
+"""What serves each operation of attention, on either device, with `out` as an option."""
+
 
 def _write(mutates_scales: bool, *given: Any, v_scale_layout: str = "linear", unique_slots: bool = False) -> None:
     *rows, kv_cache_dtype, k_scale, v_scale = given
@@ -377,6 +380,7 @@ def _register_attention(
     """Registers attention, and that which stores its results in a given tensor."""
     both, lse = results
     _register(name, arguments, _BOTH, kernel, what, both)
+    KERNELS[getattr(torch.ops.kvjax, name)] = kernel
     _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, lse)
 
 

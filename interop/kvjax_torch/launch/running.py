@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,28 @@ def run(call: Call) -> Launcher | None:
         return None
     launched = launcher(call.kernel, call.device)
     launched.launch(call.counts, tuple(tensor.data_ptr() for tensor in call.tensors), call.amount)
+    if (calls := getattr(_recorded, "calls", None)) is not None:
+        calls.append((call, launched))
     return launched
+
+
+_recorded = threading.local()
+
+
+@contextlib.contextmanager
+def recorded(calls: list[tuple[Call, Launcher]]) -> Iterator[None]:
+    """Within it, calls that this thread runs are appended to a list, with what was launched."""
+    before = getattr(_recorded, "calls", None)
+    _recorded.calls = calls
+    try:
+        yield
+    finally:
+        _recorded.calls = before
+
+
+def packed(counts: tuple[int, ...]) -> Sequence[int]:
+    """Counts as a launch takes them."""
+    return kernels.packed(counts)
 
 
 def compile_all(every: Sequence[kernels.AnyCount], device: torch.device) -> None:

@@ -1,0 +1,248 @@
+"""Calls of operations that only launch kernels, recorded once and launched again over other memory.
+
+A model repeats the same call in every layer with other contents. Checking it, planning it and finding its kernels takes
+the host many times as long as launching these. So a call of a new kind is recorded while it is served: which kernels it
+launches, and where in its arguments, its results and its temporary memory their arrays are. Calls of its kind, which
+differ from it only in addresses, are launched from the recording. A call that computes anything by torch is of a kind
+that is always served.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvjax_torch.launch import running
+from kvjax_torch.launch.loading import Kernel
+
+ALIGNMENT = 512
+"""Bytes that temporary arrays begin at multiples of, as torch's own allocations."""
+
+ADDRESS_BYTES = 16
+"""A kind says where memory is modulo so many bytes: no kernel is compiled for more."""
+
+_ATEN = torch.ops.aten
+ALLOCATIONS = frozenset(
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.empty_like.default,
+        _ATEN.empty_strided.default,
+        _ATEN.new_empty.default,
+        _ATEN.new_empty_strided.default,
+    }
+)
+VIEWS = frozenset(
+    {
+        _ATEN.alias.default,
+        _ATEN.as_strided.default,
+        _ATEN.detach.default,
+        _ATEN.expand.default,
+        _ATEN.permute.default,
+        _ATEN.select.int,
+        _ATEN.slice.Tensor,
+        _ATEN.split_with_sizes.default,
+        _ATEN.squeeze.dim,
+        _ATEN.transpose.int,
+        _ATEN.unbind.int,
+        _ATEN.unsqueeze.default,
+        _ATEN.view.default,
+    }
+)
+"""Operations of torch that launch nothing. All others make a call one that is always served."""
+
+type Results = tuple[torch.Tensor, ...]
+
+_tapes: dict[Any, Tape | None] = {}
+_lock = threading.Lock()
+
+
+class Place(NamedTuple):
+    """Where an array is: in which memory, and how many bytes from its start."""
+
+    memory: int
+    offset: int
+
+
+class Launch(NamedTuple):
+    """A launch: the compiled kernel, its packed counts, its arrays, and its number of programs."""
+
+    kernel: Kernel
+    counts: tuple[int, ...]
+    places: tuple[Place, ...]
+    num_programs: int
+
+
+class Result(NamedTuple):
+    """A result: an argument, by its number, or else new memory of a shape and dtype."""
+
+    argument: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Tape(NamedTuple):
+    """What calls of a kind launch.
+
+    Attributes:
+      launches: in their order. Memory is that of arguments, of results, the workspace, and address 0 for empty arrays.
+      results: of the call.
+      workspace: bytes of all temporary arrays.
+      extents: bytes of each argument, from its first element to its last.
+    """
+
+    launches: tuple[Launch, ...]
+    results: tuple[Result, ...]
+    workspace: int
+    extents: tuple[int, ...]
+
+
+class Recording(TorchDispatchMode):
+    """Within it, what a call launches, allocates, and whether it computes nothing else.
+
+    Memory is kept, so that no two arrays of the call have the same address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[running.Call, running.Launcher]] = []
+        self.memory: list[torch.Tensor] = []
+        self.only_launches = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation of torch, and notes it."""
+        result = func(*args, **(kwargs or {}))
+        if func in ALLOCATIONS:
+            self.memory.append(result)
+        elif func not in VIEWS:
+            self.only_launches = False
+        return result
+
+
+def call(serve: Callable[[], Results], arguments: Sequence[Any], written: int | None = None) -> Results:
+    """The results of a call on plain CUDA tensors: launched if its kind is known, else served, and recorded.
+
+    Args:
+      serve: serves the call, with kernels that `running` runs.
+      arguments: all that the call depends on: the function that serves it, tensors, numbers, names, None; of the same
+        length for a function.
+      written: the number of the tensor among them that is written, and may overlap no other.
+    """
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    kind = _kind(arguments, tensors, addresses)
+    if kind is None:
+        return serve()
+    try:
+        tape = _tapes[kind]
+    except KeyError:
+        return _record(kind, serve, tensors)
+    if tape is None or (written is not None and _overlaps(tape, addresses, written)):
+        return serve()
+    return _play(tape, tensors, addresses)
+
+
+def _kind(arguments: Sequence[Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
+    """What a call's launches depend on, but addresses; None if the tensors are on several devices."""
+    device = tensors[0].get_device()
+    facts: list[Any] = [device]
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            if x.get_device() != device:
+                return None
+            facts.append((x.dtype, x.shape, x.stride(), x.data_ptr() % ADDRESS_BYTES))
+        else:
+            facts.append((type(x), x))
+    # Which of them are the same memory, and how far apart those are that may be in one block of pages.
+    if len(set(addresses)) < len(addresses):
+        facts.append(tuple(map(addresses.index, addresses)))
+    for i, tensor in enumerate(tensors):
+        if tensor.ndim == PAGE_DIMENSIONS:
+            reach = tensor.stride(0) * tensor.element_size()
+            facts.append(tuple(a - addresses[i] for a in addresses if 0 < a - addresses[i] < reach))
+    return tuple(facts)
+
+
+PAGE_DIMENSIONS = 4
+"""Dimensions of a cache's pages, whose keys and values may be in the same blocks."""
+
+
+def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Tensor]) -> Results:
+    with Recording() as recording, running.recorded(recording.calls):
+        results = serve()
+    tape = _tape_of(recording, tensors, results) if recording.only_launches else None
+    with _lock:
+        if len(_tapes) >= running.REMEMBERED:
+            _tapes.clear()
+        _tapes[kind] = tape
+    return results
+
+
+def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Results) -> Tape | None:
+    """The tape of a recorded call; None if an array is in no memory that is known."""
+    made: list[Result] = []
+    starts: dict[int, Place] = {}
+    for result in results:
+        argument = next((i for i, x in enumerate(tensors) if x.data_ptr() == result.data_ptr()), None)
+        if argument is None and (not result.is_contiguous() or result.storage_offset()):
+            return None
+        starts[result.untyped_storage().data_ptr()] = Place(len(tensors) + len(made), 0)
+        made.append(Result(argument, tuple(result.shape), result.dtype))
+    workspace = 0
+    for array in recording.memory:
+        start = array.untyped_storage().data_ptr()
+        if start not in starts:
+            starts[start] = Place(len(tensors) + len(made), workspace)
+            workspace += -(-array.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+    given = {tensor.data_ptr(): i for i, tensor in reversed([*enumerate(tensors)])}
+
+    def place(array: torch.Tensor) -> Place | None:
+        address, start = array.data_ptr(), array.untyped_storage().data_ptr()
+        if not array.numel():
+            return Place(len(tensors) + len(made) + 1, 0)
+        if address in given:
+            return Place(given[address], 0)
+        if start in starts:
+            return starts[start]._replace(offset=starts[start].offset + address - start)
+        return None
+
+    launches = []
+    for call, launcher in recording.calls:
+        places = [place(array) for array in call.tensors]
+        known = tuple(each for each in places if each is not None)
+        if len(known) < len(places):
+            return None
+        num_programs = launcher.num_programs(call.amount)
+        launches.append(Launch(launcher.kernel, (*running.packed(call.counts),), known, num_programs))
+    return Tape(tuple(launches), tuple(made), workspace, tuple(map(_extent, tensors)))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _overlaps(tape: Tape, addresses: Sequence[int], written: int) -> bool:
+    """Whether the argument that is written overlaps another."""
+    start = addresses[written]
+    end = start + tape.extents[written]
+    pairs = enumerate(zip(addresses, tape.extents, strict=True))
+    return any(i != written and other < end and start < other + extent for i, (other, extent) in pairs)
+
+
+def _play(tape: Tape, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Results:
+    memory = tensors[0]
+    results = tuple(
+        memory.new_empty(result.shape, dtype=result.dtype) if result.argument is None else tensors[result.argument]
+        for result in tape.results
+    )
+    workspace = memory.new_empty(tape.workspace, dtype=torch.uint8)
+    starts = (*addresses, *(result.data_ptr() for result in results), workspace.data_ptr(), 0)
+    for kernel, counts, places, num_programs in tape.launches:
+        kernel((*counts, *[starts[number] + offset for number, offset in places]), num_programs)
+    return results

@@ -1,0 +1,290 @@
+"""Attention that is launched from a recording: which calls, and what they are launched with.
+
+No GPU is asked: calls on CPU tensors are served as on a GPU, and what would be launched there is written down.
+`test_torch_attention.py` and others launch: they make each of their calls more than once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvjax import KVCacheError, kernels  # noqa: E402
+from kvjax_torch import library  # noqa: E402
+from kvjax_torch.calls import attending, choosing  # noqa: E402
+from kvjax_torch.cuda import dense_prompts, ragged, reads  # noqa: E402
+from kvjax_torch.eager import host  # noqa: E402
+from kvjax_torch.eager import ragged as eager_ragged  # noqa: E402
+from kvjax_torch.launch import running, tape  # noqa: E402
+from kvjax_torch.launch.tape import Recording  # noqa: E402
+
+NUM_SEQS, NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 3, 40, 16, 2, 32
+ROW = {"nvfp4": HEAD_SIZE // 2 + HEAD_SIZE // 16, "int8_per_token_head": HEAD_SIZE + 4}
+OPERATIONS = torch.ops.kvjax
+
+
+class Recorder:
+    """In place of compiled kernels, and of all that compiles one; calls on CPU tensors are served as on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[list[int], int]] = []
+        self.served = 0
+        target = kernels.Target(compute_capability=(9, 0))
+        monkeypatch.setattr(tape, "_tapes", {})
+        monkeypatch.setattr(running, "check_capability", lambda device: None)
+        monkeypatch.setattr(running, "compile_all", lambda *_: None)
+        monkeypatch.setattr(running, "_compiled", self._compiled)
+        monkeypatch.setattr(choosing, "target_of", lambda _: target)
+        for name in ("route_of", "attention_parts"):
+            monkeypatch.setattr(attending, name, getattr(attending, name).__wrapped__)
+        monkeypatch.setattr(host, "attend", reads.attend)
+        monkeypatch.setattr(host, "attend_ragged", ragged.attend)
+        monkeypatch.setattr(eager_ragged, "attend", dense_prompts.attend)
+
+    def _compiled(self, kernel: kernels.AnyCount, _: torch.device) -> running.Launcher:
+        return running.Launcher(self, kernel.num_programs)  # type: ignore[arg-type]
+
+    def __call__(self, entries: Any, num_programs: int) -> None:
+        self.launches.append((list(entries), num_programs))
+
+    def call(self, given: tuple[Any, ...], options: dict[str, Any], operation: Any, out: Any = None) -> Any:
+        """What `attention.call_operation` does with CUDA tensors."""
+        kernel = library.KERNELS[operation]
+        arguments = [*given, *options.values(), out]
+        number = sum(isinstance(x, torch.Tensor) for x in arguments) - 1
+
+        def serve() -> Any:
+            self.served += 1
+            return kernel(*given, **options, out=out)
+
+        return tape.call(serve, [kernel, *arguments], None if out is None else number)
+
+    def is_known(self, *call: Any) -> bool:
+        """Whether a call is launched without being served."""
+        before = self.served
+        self.call(*call)
+        return self.served == before
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def pages(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves of one allocation."""
+    row, stored = (ROW[dtype], torch.uint8) if dtype in ROW else (HEAD_SIZE, torch.bfloat16)
+    kv_cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, NUM_HEADS, row, dtype=stored)
+    return kv_cache[:, 0], kv_cache[:, 1]
+
+
+def decode(dtype: str = "nvfp4", num_seqs: int = NUM_SEQS, width: int = 5, **changes: Any) -> tuple[Any, ...]:
+    """A call of `paged_attention`, with memory of its own."""
+    key_cache, value_cache = pages(dtype)
+    given = {
+        "query": torch.zeros(num_seqs, 1, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_table": torch.zeros(num_seqs, width, dtype=torch.int32),
+        "seq_lens": torch.ones(num_seqs, dtype=torch.int32),
+        "dtype": dtype,
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(0.25),
+    }
+    options = {"v_scale_layout": "linear", "sm_scale": None, "sliding_window": None, "logits_soft_cap": None}
+    options |= {"sinks": None, "batch_invariant": False, "tree_mask": None}
+    options |= {name: changes.pop(name) for name in [*changes] if name in options}
+    out = changes.pop("out", None)
+    return (*(given | changes).values(),), options, OPERATIONS.paged_attention, out
+
+
+def step(dtype: str = "nvfp4", num_tokens: int = 100, **changes: Any) -> tuple[Any, ...]:
+    """A call of `ragged_paged_attention`: a chunk and two sequences that decode."""
+    rows = torch.zeros(num_tokens, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    (_, *given), options, _, out = decode(dtype, **changes)
+    bounds = torch.tensor([0, num_tokens - 2, num_tokens - 1, num_tokens], dtype=torch.int32)
+    limits = {"max_q_len": num_tokens - 2, "max_prompts": 1, "decode_q_len": 1, "query_quantization": False}
+    given = [*given[:4], bounds, *given[4:]]
+    return (rows, *given), options | limits | {"return_lse": False}, OPERATIONS.ragged_paged_attention, out
+
+
+def dense(num_tokens: int = 200) -> tuple[Any, ...]:
+    """A call of `ragged_attention`."""
+    rows = [torch.zeros(num_tokens, 2, size, dtype=torch.bfloat16) for size in (192, 192, 128)]
+    bounds = [torch.tensor([0, 50, num_tokens], dtype=torch.int32) for _ in range(2)]
+    return (*rows, *bounds), {"causal": True, "sm_scale": None}, OPERATIONS.ragged_attention, None
+
+
+def result(query: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(query)
+
+
+SINKS = torch.zeros(2 * NUM_HEADS)
+KINDS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "decode, nvfp4": decode,
+    "decode, bfloat16": lambda: decode("bfloat16"),
+    "decode, a scale for each token and head": lambda: decode("int8_per_token_head"),
+    "decode, options": lambda: decode(sinks=SINKS.clone(), sliding_window=40, logits_soft_cap=5.0, sm_scale=0.1),
+    "decode, three dimensions": lambda: decode(query=torch.zeros(NUM_SEQS, 4, HEAD_SIZE, dtype=torch.float16)),
+    "decode, four query tokens": lambda: decode(query=torch.zeros(NUM_SEQS, 4, 4, HEAD_SIZE, dtype=torch.bfloat16)),
+    "decode, into memory": lambda: decode(out=torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)),
+    "decode, the same scale": lambda: decode(**dict.fromkeys(("k_scale", "v_scale"), torch.tensor(0.5))),
+    "step, nvfp4": step,
+    "step, bfloat16, options": lambda: step("bfloat16", sinks=SINKS.clone(), sliding_window=40),
+    "step, into memory": lambda: step(out=torch.zeros(100, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)),
+    "dense keys and values": dense,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: str):
+    """With its arguments, its results, and temporary arrays that are apart from each other."""
+    assert not recorder.is_known(*KINDS[kind]())
+    given, options, operation, out = call = KINDS[kind]()
+    recorder.launches.clear()
+    results = recorder.call(*call)
+    launched = recorder.launches[:]
+    assert recorder.served == 1
+    calls: list[tuple[running.Call, running.Launcher]] = []
+    with Recording() as recording, running.recorded(calls):
+        served = library.KERNELS[operation](*given, **options, out=out)
+    assert recording.only_launches
+    assert len(launched) == len(calls) > 1
+    where = {x.untyped_storage().data_ptr(): y.data_ptr() for x, y in zip(served, results, strict=True)}
+    arguments = {
+        x.untyped_storage().data_ptr() for x in (*given, *options.values(), out) if isinstance(x, torch.Tensor)
+    }
+    spans: dict[int, tuple[int, int]] = {}
+    for (entries, num_programs), (expected, launcher) in zip(launched, calls, strict=True):
+        counts = [*running.packed(expected.counts)]
+        assert entries[: len(counts)] == counts
+        assert num_programs == launcher.num_programs(expected.amount)
+        for address, array in zip(entries[len(counts) :], expected.tensors, strict=True):
+            storage = array.untyped_storage()
+            start = storage.data_ptr()
+            if not array.numel():
+                assert not address
+            elif start in where:
+                assert address == where[start] + array.data_ptr() - start
+            elif start in arguments:
+                assert address == array.data_ptr()
+            else:
+                base = address - (array.data_ptr() - start)
+                assert base % 64 == 0
+                assert spans.setdefault(start, (base, base + storage.nbytes())) == (base, base + storage.nbytes())
+    ordered = sorted(spans.values())
+    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(ordered))
+    for got, expected_result in zip(results, served, strict=True):
+        assert (got.shape, got.dtype) == (expected_result.shape, expected_result.dtype)
+    assert out is None or results[0] is out
+
+
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "another number of sequences": lambda: {"num_seqs": NUM_SEQS + 1},
+    "a wider table": lambda: {"width": 6},
+    "a table of other strides": lambda: {"block_table": torch.zeros(NUM_SEQS, 9, dtype=torch.int32)[:, :5]},
+    "another dtype of the query": lambda: {"query": torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.float16)},
+    "more heads": lambda: {"query": torch.zeros(NUM_SEQS, 1, 8, HEAD_SIZE, dtype=torch.bfloat16)},
+    "another window": lambda: {"sliding_window": 7},
+    "another scale of logits": lambda: {"sm_scale": 0.5},
+    "sinks": lambda: {"sinks": SINKS.clone()},
+    "memory for the result": lambda: {"out": torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)},
+    "values of pages of their own": lambda: {"value_cache": pages("nvfp4")[1].clone()},
+    "the same scale for both": lambda: dict.fromkeys(("k_scale", "v_scale"), torch.tensor(0.5)),
+    "a query that is not aligned": lambda: {
+        "query": torch.zeros(NUM_SEQS * 128 + 1, dtype=torch.bfloat16)[1:].view(NUM_SEQS, 1, 4, HEAD_SIZE)
+    },
+    "pages that are not aligned": lambda: {
+        name: torch.zeros(x.numel() + 8, dtype=torch.uint8)[8:].view(x.shape)
+        for name, x in zip(("key_cache", "value_cache"), pages("nvfp4"), strict=True)
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_planning_depends_on_makes_another_kind(recorder: Recorder, name: str):
+    assert not recorder.is_known(*decode())
+    assert not recorder.is_known(*decode(**OTHERS[name]()))
+    assert recorder.is_known(*decode())
+    assert recorder.is_known(*decode(**OTHERS[name]()))
+
+
+NEVER: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "lengths of 64 bits, which torch converts": lambda: decode(seq_lens=torch.ones(NUM_SEQS, dtype=torch.int64)),
+    "heads that are apart, which torch copies": lambda: decode(
+        query=torch.zeros(NUM_SEQS, 1, 4, 64, dtype=torch.bfloat16)[..., :32]
+    ),
+    "more rows than one pass takes": lambda: decode(
+        query=torch.zeros(NUM_SEQS, 40, 4, HEAD_SIZE, dtype=torch.bfloat16)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_calls_for_which_torch_computes_are_served_every_time(recorder: Recorder, name: str):
+    for _ in range(3):
+        assert not recorder.is_known(*NEVER[name]())
+
+
+def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(recorder: Recorder):
+    query = torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)
+    for _ in range(2):
+        recorder.call(*decode(query=query, out=torch.zeros_like(query)))
+    served = recorder.served
+    both = torch.zeros(2 * query.numel(), dtype=torch.bfloat16)
+    overlapping = {"query": both[: query.numel()].view_as(query), "out": both[64 : 64 + query.numel()].view_as(query)}
+    with pytest.raises(KVCacheError, match="out"):
+        recorder.call(*decode(**overlapping))
+    assert recorder.served == served + 1
+
+
+def test_a_call_that_raises_is_not_known(recorder: Recorder):
+    def refuse() -> Any:
+        raise KVCacheError("no")
+
+    for _ in range(2):
+        with pytest.raises(KVCacheError):
+            tape.call(refuse, [refuse, torch.zeros(3)])
+    assert not tape._tapes
+
+
+def test_kinds_are_forgotten_when_there_are_many(recorder: Recorder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(running, "REMEMBERED", 2)
+    for width in (5, 6, 7):
+        assert not recorder.is_known(*decode(width=width))
+    assert [recorder.is_known(*decode(width=width)) for width in (7, 5)] == [True, False]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_checked_mode_and_modes_of_torch_see_every_call():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import kvjax
+    import kvjax_torch
+
+    class Seen(TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    given, *_ = decode()
+    attend = functools.partial(
+        kvjax_torch.paged_attention, *(x.cuda() if isinstance(x, torch.Tensor) else x for x in given)
+    )
+    first, second = attend(), attend()
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    number = len(tape._tapes)
+    with kvjax.checked():
+        attend()
+    with Seen():
+        attend()
+    assert "kvjax.paged_attention.default" in Seen.names
+    assert len(tape._tapes) == number
