@@ -170,9 +170,8 @@ def choose(
         output.say(f"position {position}, layer {layer}, {dtype.value}{', keys rotated' if rotates else ''}")
         alone = Request({each: dtype if each == layer else FLOAT32.dtype for each in every}, None, (layer,) * rotates)
         pairs = zip(twice, references(), strict=True)
-        return summarize(
-            [diverge(logits(tokens, alone), reference, tokens[half + 1 :]) for tokens, reference in pairs]
-        ).kl
+        parts = [diverge(logits(tokens, alone), reference, tokens[half + 1 :]) for tokens, reference in pairs]
+        return max(summarize(parts).kl, 0.0)  # which rounding may make negative
 
     by_divergence = CHOOSE_BY.value is kvjax.ErrorMeasure.DIVERGENCE
     by: dict[str, Any] = {"samples": None, "error_of": error_of} if by_divergence else {"samples": samples}

@@ -28,6 +28,7 @@ import kvjax  # noqa: E402
 from kvjax.cli import main  # noqa: E402
 from kvjax.cli.arguments import kv_cache_dtypes  # noqa: E402
 from kvjax_torch.transformers.calibrate import Allowed, Options, calibrate_model  # noqa: E402
+from kvjax_torch.transformers.choosing import divergence  # noqa: E402
 
 LENGTH, WINDOW, BEGIN = 24, 5, 256
 SIZES = {"vocab_size": 300, "head_dim": 32, "num_key_value_heads": 2, "dtype": "float32"}
@@ -410,9 +411,20 @@ def test_a_choice_by_divergence_is_that_of_predictions_with_one_layer_stored(mod
     words = ["--choose", ",".join(dtypes), "--bits", "5.5", "--choose-by", "divergence", "--key-rotation", "--twice"]
     assert calibrate(folder, text, out, *words, "--samples", "2") == 0
     with safe_open(out, "numpy") as file:
-        request = file.metadata()["kv_cache_dtype"]
-    resolved = kvjax.resolve_layer_dtypes(model, kv_cache_dtypes(request))
+        metadata = file.metadata()
+    assert (metadata["choose_by"], metadata["twice"]) == ("divergence", "true")
+    assert metadata["sample_length"] == f"{len(samples[0])}"
+    resolved = kvjax.resolve_layer_dtypes(model, kv_cache_dtypes(metadata["kv_cache_dtype"]))
     assert [one.dtype for one in resolved] == [*expected.dtypes.values()]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_a_divergence_is_not_negative(noise):
+    """But for rounding, which may make the sum of predictions that are alike so."""
+    logits = torch.randn((300, 500), generator=torch.Generator().manual_seed(0))
+    for seed in range(5):
+        other = logits + noise * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
+        assert 0 <= divergence(logits, other) < 1e-6
 
 
 def test_scales_of_rotated_keys_are_for_models_that_rotate_them(models, text, out, capsys):

@@ -123,6 +123,14 @@ def arguments(dtype: str, num_seqs: int, num_tokens: int, num_layers: int | None
     return [query, cache, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in indices)]
 
 
+@pytest.mark.parametrize("query_quantization", [False, True])
+def test_it_lowers_with_64_bit_integers(query_quantization):
+    run = functools.partial(attend, max_q_len=100, max_prompts=2, query_quantization=query_quantization)
+    with jax.enable_x64(True):
+        lowered = jax.jit(run).trace(*arguments("nvfp4", 4, 200)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in lowered
+
+
 ALL_TARGETS = [pytest.param(name, marks=() if name == "h100" else pytest.mark.full) for name in TARGETS]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from kvjax import KVCacheError, kernels  # noqa: E402
 from kvjax_torch import library  # noqa: E402
+from kvjax_torch.arguments.checks import are_plain  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
 from kvjax_torch.cuda import dense_prompts, ragged, reads  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
@@ -152,7 +154,7 @@ def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: s
     launched = recorder.launches[:]
     assert recorder.served == 1
     calls: list[tuple[running.Call, running.Launcher]] = []
-    with Recording() as recording, running.recorded(calls):
+    with Recording() as recording, running.recorded(lambda *call: calls.append(call)):
         served = library.KERNELS[operation](*given, **options, out=out)
     assert recording.only_launches
     assert len(launched) == len(calls) > 1
@@ -162,7 +164,7 @@ def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: s
     }
     spans: dict[int, tuple[int, int]] = {}
     for (entries, num_programs), (expected, launcher) in zip(launched, calls, strict=True):
-        counts = [*running.packed(expected.counts)]
+        counts = [*kernels.packed(expected.counts)]
         assert entries[: len(counts)] == counts
         assert num_programs == launcher.num_programs(expected.amount)
         for address, array in zip(entries[len(counts) :], expected.tensors, strict=True):
@@ -232,6 +234,40 @@ def test_calls_for_which_torch_computes_are_served_every_time(recorder: Recorder
         assert not recorder.is_known(*NEVER[name]())
 
 
+def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder: Recorder):
+    """Else the tiles that bound its memory would all be there at once."""
+    kept: list[Any] = []
+
+    def serve() -> tuple[torch.Tensor, ...]:
+        for _ in range(3):
+            tile = torch.empty(1 << 10)
+            kept.append(weakref.ref(tile.untyped_storage()))
+            tile.zero_()
+            del tile
+        assert [each() for each in kept] == [None] * 3
+        return (torch.empty(3),)
+
+    tape.call(serve, [serve, torch.zeros(3)])
+    assert [*tape._tapes.values()] == [None]
+
+
+def test_which_memory_is_how_far_from_the_keys_makes_another_kind(recorder: Recorder):
+    """Scales in the blocks of keys, as far from these as values of another call are."""
+
+    def rows(pool: torch.Tensor, start: int) -> torch.Tensor:
+        return pool[:, start : start + 1024].view(torch.int8).view(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE)
+
+    def scales(pool: torch.Tensor, start: int) -> torch.Tensor:
+        return pool[:, start : start + 128].view(torch.float32).view(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
+
+    pool, other = (torch.zeros(NUM_BLOCKS, 4096, dtype=torch.uint8) for _ in range(2))
+    common = {"key_cache": rows(pool, 0), "v_scale": scales(other, 512)}
+    first = common | {"value_cache": rows(pool, 1024), "k_scale": scales(other, 0)}
+    second = common | {"value_cache": rows(other, 2048), "k_scale": scales(pool, 1024)}
+    for call in (first, second):
+        assert not recorder.is_known(*decode("int8_per_token_head", **call))
+
+
 def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(recorder: Recorder):
     query = torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)
     for _ in range(2):
@@ -259,6 +295,22 @@ def test_kinds_are_forgotten_when_there_are_many(recorder: Recorder, monkeypatch
     for width in (5, 6, 7):
         assert not recorder.is_known(*decode(width=width))
     assert [recorder.is_known(*decode(width=width)) for width in (7, 5)] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates traces
+def test_tensors_are_plain_unless_something_sees_operations_on_them():
+    """Plain ones are launched without torch's dispatcher, which would resolve a lazy negation and write a trace."""
+    assert are_plain(torch.zeros(2))
+    assert not are_plain(torch.zeros(2, dtype=torch.complex64).conj().imag)
+    seen = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        seen.append(are_plain(x))
+        return x + 1
+
+    torch.jit.trace(traced, torch.zeros(2))
+    assert False in seen
+    assert are_plain(torch.zeros(2))
 
 
 @pytest.mark.gpu

@@ -212,7 +212,8 @@ def ragged_paged_attention(
 
     Serves a step of a serving engine: prompts in chunks beside sequences that decode.
     `torch.ops.kvjax.ragged_paged_attention` is the same operation with scales as tensors on the caches' device, and
-    always returns both results; `ragged_paged_attention_out` takes `out` first and returns the log-sum-exp. None has a
+    returns both results, but with `return_lse=False` the log-sum-exp of prompts may be anything;
+    `ragged_paged_attention_out` takes `out` first and returns the log-sum-exp. None has a
     gradient.
 
     On a GPU the host does not wait for lengths. The kernels of `paged_attention` serve sequences of at most
@@ -267,7 +268,7 @@ def ragged_paged_attention(
     softmax = SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant, tree_mask)
     limits: dict[str, Any] = as_limits(max_q_len, max_prompts, decode_q_len)._asdict()
     limits["query_quantization"] = as_bool("query_quantization", query_quantization)
-    limits["return_lse"] = as_bool("return_lse", return_lse)  # which some prompts cost more with
+    limits["return_lse"] = as_bool("return_lse", return_lse)  # without it torch's own attention may serve prompts
     operation = torch.ops.kvjax.ragged_paged_attention, torch.ops.kvjax.ragged_paged_attention_out
     stored_as = kv_cache_dtype, k_scale, v_scale, v_scale_layout
     return _attend(operation, tensors, stored_as, softmax, limits, out, return_lse)

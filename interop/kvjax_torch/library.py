@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from kvjax import KVCacheDType, KVCacheTypeError
+from kvjax import KVCacheDType
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_same_device, refuse_gradient
 from kvjax_torch.arguments.dense import dense_plan
@@ -39,6 +39,7 @@ from kvjax_torch.arguments.plan import (
     WriteTensors,
 )
 from kvjax_torch.arguments.reads import gather_plan
+from kvjax_torch.arguments.scales import refuse_scale_tensors
 from kvjax_torch.arguments.writes import rope_plan, write_plan
 from kvjax_torch.cuda import dense_prompts, latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
@@ -48,15 +49,14 @@ from kvjax_torch.eager.trees import as_tree
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
-KERNELS: dict[Any, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-"""What serves each operation of attention, on either device, with `out` as an option."""
+KERNELS: dict[Any, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}  # of each operation of attention
 
 
 def _write(mutates_scales: bool, *given: Any, v_scale_layout: str = "linear", unique_slots: bool = False) -> None:
     *rows, kv_cache_dtype, k_scale, v_scale = given
     tensors, encoding = WriteTensors._make((*rows, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
     if not mutates_scales:
-        _refuse_scale_tensors("reshape_and_cache_flash", tensors, encoding)
+        refuse_scale_tensors("reshape_and_cache_flash", tensors, encoding)
     if tensors.key_cache.is_cuda:
         writes.write(tensors, encoding, unique_slots)
     else:
@@ -74,20 +74,10 @@ def _rope(
     tensors, encoding = WriteTensors._make((*rows, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
     rope = RopeInputs(query, positions, cos_sin_cache, is_neox)
     if not mutates_scales:
-        _refuse_scale_tensors("rope_and_cache", tensors, encoding)
+        refuse_scale_tensors("rope_and_cache", tensors, encoding)
     if tensors.key_cache.is_cuda:
         return writes.rotate_and_write(tensors, rope, encoding, unique_slots)
     return host.rotate_and_write(rope_plan(tensors, rope, encoding), tensors, rope)
-
-
-def _refuse_scale_tensors(name: str, tensors: WriteTensors, encoding: Encoding) -> None:
-    """Raises `KVCacheTypeError` for tensors of scales that are written to, under a schema that does not mutate them."""
-    stored = resolve_cache_dtype(encoding.kv_cache_dtype, tensors.key_cache.dtype)
-    if has_scale_tensors(tensors.k_scale) and stored.is_per_token_head:
-        raise KVCacheTypeError(
-            f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(tensors.k_scale.shape)} for"
-            f" {encoding.kv_cache_dtype!r}, which is written to; expected torch.ops.kvjax.{name}_per_token_head"
-        )
 
 
 def _gather(
@@ -128,10 +118,10 @@ def _attend_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *pages, cu_q_lens, kv_cache_dtype, k_scale, v_scale = given
     tensors, encoding = ReadTensors._make((*pages, k_scale, v_scale)), Encoding(kv_cache_dtype, v_scale_layout)
-    in_fp8, returns_lse = options.pop("query_quantization", False), options.pop("return_lse", True)
+    in_fp8, lse = options.pop("query_quantization", False), options.pop("return_lse", True)
     limits, softmax = Limits(*(options.pop(name, None) for name in Limits._fields)), SoftmaxOptions(**options)
     plan = ragged_plan(query, tensors, cu_q_lens, encoding, softmax, limits, in_fp8)
-    plan = dataclasses.replace(plan, returns_lse=returns_lse)
+    plan = dataclasses.replace(plan, returns_lse=lse)
     if out is not None:
         inputs = {**tensors._asdict(), "cu_q_lens": cu_q_lens, "sinks": softmax.sinks, "tree_mask": softmax.tree_mask}
         check_out(out, query, plan.attention.cache.spec, **inputs)

@@ -93,8 +93,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--twice",
         action="store_true",
-        help="samples are half as much text, given twice; --choose-by divergence then counts predictions of the second"
-        " time, which recall the first",
+        help="each sample is half as much text, and then the same again; --choose-by divergence then counts predictions"
+        " of the second time, which recall the first",
     )
     parser.add_argument(
         "--samples", type=at_least(1), help="number of samples (default: as many as the text has, at most 512)"
@@ -224,6 +224,8 @@ def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
         "kv_cache_dtype": _requested(found),
         "model": args.model,
         "method": args.method,
+        **({"choose_by": args.choose_by or kvjax.ErrorMeasure.ATTENTION.value} if args.choose else {}),
+        **({"twice": "true"} if args.twice else {}),
         "num_samples": f"{found.num_samples}",
         "sample_length": f"{found.length}",
     }

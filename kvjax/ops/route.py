@@ -35,8 +35,8 @@ class Query(NamedTuple):
       invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
       rows: query heads times query tokens of a sequence that decodes, for latents; None where unknown: maybe many.
       query_quantization: whether prompts are attended to by products in fp8.
-      is_plain: whether it has neither soft cap nor sinks and asks for no log-sum-exp, which torch's own attention does
-        not compute.
+      has_plain_softmax: whether it has neither soft cap nor sinks and asks for no log-sum-exp, which torch's own
+        attention does not compute.
     """
 
     dtype: np.dtype[Any]
@@ -46,7 +46,7 @@ class Query(NamedTuple):
     invariant: BatchSizes | None = None
     rows: int | None = None
     query_quantization: bool = False
-    is_plain: bool = False
+    has_plain_softmax: bool = False
 
 
 class Route(NamedTuple):
@@ -57,14 +57,14 @@ class Route(NamedTuple):
       why_no_prompt_kernel: why the prompt kernel does not serve prompts.
       why_no_kernels: why kernels cannot serve the whole call on JAX arrays, so that XLA does.
       dense_dtype: dtype of the gathered keys and values of prompts, and of the products of the fallback.
-      by_library: whether the fallback of prompts is torch's own attention (from torch).
+      by_sdpa: whether the fallback of prompts is torch's own attention (from torch).
     """
 
     why_no_decode_kernel: str | None
     why_no_prompt_kernel: str | None
     why_no_kernels: str | None
     dense_dtype: np.dtype[Any]
-    by_library: bool
+    by_sdpa: bool
 
 
 def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
@@ -75,8 +75,10 @@ def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     decode = neither or _why_no_decode_kernel(spec, query, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
     prompts = _why_no_prompts(spec, query, prompt) if query.has_prompts else None
-    by_library = query.is_plain and dense.itemsize == 2 and not spec.is_mla
-    return Route(decode, prompt, decode or prompts, dense, by_library)
+    # torch stores the logits of other head sizes.
+    sizes = not (spec.head_size % 8 or spec.head_size_v % 8)
+    by_sdpa = query.has_plain_softmax and dense.itemsize == 2 and sizes and not spec.is_mla
+    return Route(decode, prompt, decode or prompts, dense, by_sdpa)
 
 
 def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], target: Target | None) -> str | None:

@@ -109,14 +109,16 @@ def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_plain(*tensors: torch.Tensor) -> bool:
-    """Whether nothing would intercept an operation on these tensors: no subclass, mode, transformation, autograd or
-    compiler.
+    """Whether nothing would intercept an operation on these tensors: no subclass, lazy negation, mode, transformation,
+    autograd, tracer or compiler.
     """
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.requires_grad:
+        if type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_neg():
             return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._get_tracing_state() is not None:
         return False
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())

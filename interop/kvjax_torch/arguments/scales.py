@@ -10,7 +10,8 @@ import torch
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch.arguments.caches import Facts
 from kvjax_torch.arguments.checks import check_tensors
-from kvjax_torch.arguments.dtypes import has_scale_tensors
+from kvjax_torch.arguments.dtypes import has_scale_tensors, resolve_cache_dtype
+from kvjax_torch.arguments.plan import Encoding, WriteTensors
 
 MAX_CONSTANTS = 1024
 _constants: dict[tuple[float, int], torch.Tensor] = {}
@@ -101,3 +102,13 @@ def scale_sizes(k_scale: Facts, v_scale: Facts, spec: AttentionSpec) -> tuple[in
     if spec.dtype.is_per_token_head:
         return 1, 1
     return math.prod(k_scale.shape), math.prod(v_scale.shape)
+
+
+def refuse_scale_tensors(name: str, tensors: WriteTensors, encoding: Encoding) -> None:
+    """Raises `KVCacheTypeError` for tensors of scales that are written to, under a schema that does not mutate them."""
+    stored = resolve_cache_dtype(encoding.kv_cache_dtype, tensors.key_cache.dtype)
+    if has_scale_tensors(tensors.k_scale) and stored.is_per_token_head:
+        raise KVCacheTypeError(
+            f"torch.ops.kvjax.{name}: got k_scale of shape {tuple(tensors.k_scale.shape)} for"
+            f" {encoding.kv_cache_dtype!r}, which is written to; expected torch.ops.kvjax.{name}_per_token_head"
+        )

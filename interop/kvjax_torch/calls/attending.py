@@ -49,7 +49,7 @@ def route_of(
         plan.sm_scale > 0,
         rows=plan.q_len * plan.num_heads,
         query_quantization=query_quantization,
-        is_plain=not (returns_lse or plan.has_sinks) and plan.logits_soft_cap is None,
+        has_plain_softmax=not (returns_lse or plan.has_sinks) and plan.logits_soft_cap is None,
     )
     return route(plan.cache.spec, query, choosing.target_of(device))
 

@@ -44,11 +44,11 @@ class Products(NamedTuple):
 
     Attributes:
       dtype: 16 bits where these hold keys and values exactly.
-      by_library: whether by `scaled_dot_product_attention`: `Route.by_library`.
+      by_sdpa: whether by `scaled_dot_product_attention`: `Route.by_sdpa`.
     """
 
     dtype: torch.dtype
-    by_library: bool
+    by_sdpa: bool
 
 
 def attend(plan: RaggedPlan, step: RaggedStep, placement: kernels.AnyCount, products: Products) -> None:
@@ -106,12 +106,12 @@ def _attend_to_lot(
     keys, values = (x.transpose(1, 2).contiguous() for x in dense_tokens)
     del dense_tokens  # as large
     num_lot, max_len = own.lens.shape[0], keys.shape[2]
-    if attention.window is not None:  # what no row sees may be NaN
+    if attention.window is not None and products.by_sdpa:  # what no row sees may be NaN, which a mask does not remove
         first = own.lens - (own.ends - own.starts) - (attention.window - 1)
         unseen = torch.arange(max_len, device=query.device) < first[:, None]
         for x in (keys, values):
             x.masked_fill_(unseen[:, None, :, None], 0.0)
-    heads = query.shape[1] // (attention.cache.spec.num_kv_heads if products.by_library else 1)
+    heads = query.shape[1] // (attention.cache.spec.num_kv_heads if products.by_sdpa else 1)
     tile = max(1, min(plan.max_q_len, num_rows, LOGITS_BYTES // (4 * num_lot * heads * max_len)))
     for first_row in range(0, min(plan.max_q_len, num_rows), tile):
         row = own.starts[:, None] + torch.arange(first_row, first_row + tile, device=query.device)
@@ -119,15 +119,15 @@ def _attend_to_lot(
         # The length up to the last row of the tile, even if the sequence ends before that row.
         ends = own.lens - (own.ends - own.starts) + (first_row + tile)
         tokens = dense.DenseTokens(keys, values, own.table, ends, step.tensors.num_blocks)
-        if products.by_library:
-            out, lse = _by_library(attention, rows, tokens, weight)
+        if products.by_sdpa:
+            out, lse = _by_sdpa(attention, rows, tokens, weight)
         else:
             out, lse = dense.attend(attention, rows, tokens, step.sinks, weight)
         places = torch.where(row < own.ends[:, None], row, -1).to(torch.int32).flatten()
         ragged_step.place(step, placement, places, out.flatten(0, 1), lse.flatten(0, 1))
 
 
-def _by_library(
+def _by_sdpa(
     plan: AttentionPlan, query: torch.Tensor, tokens: dense.DenseTokens, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results as of `dense.attend`, by `scaled_dot_product_attention`; the log-sum-exp is NaN.

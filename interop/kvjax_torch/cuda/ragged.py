@@ -129,7 +129,7 @@ class RaggedCall:
         window = of_prompts.attention.window if plan.max_prompts else None
         step_kernels = ragged_step.kernels_of(decoding, window, is_aligned=step.out.data_ptr() % 4 == 0)
         own_plan = dataclasses.replace(plan, attention=decoding)
-        products = prompts.Products(torch_dtype(served.dense_dtype), served.by_library)
+        products = prompts.Products(torch_dtype(served.dense_dtype), served.by_sdpa)
         return cls(own_plan, of_prompts, step, step_kernels, products, by_kernels)
 
     @property

@@ -55,8 +55,8 @@ def run(call: Call) -> Launcher | None:
         return None
     launched = launcher(call.kernel, call.device)
     launched.launch(call.counts, tuple(tensor.data_ptr() for tensor in call.tensors), call.amount)
-    if (calls := getattr(_recorded, "calls", None)) is not None:
-        calls.append((call, launched))
+    if (note := getattr(_recorded, "note", None)) is not None:
+        note(call, launched)
     return launched
 
 
@@ -64,19 +64,14 @@ _recorded = threading.local()
 
 
 @contextlib.contextmanager
-def recorded(calls: list[tuple[Call, Launcher]]) -> Iterator[None]:
-    """Within it, calls that this thread runs are appended to a list, with what was launched."""
-    before = getattr(_recorded, "calls", None)
-    _recorded.calls = calls
+def recorded(note: Callable[[Call, Launcher], None]) -> Iterator[None]:
+    """Within it, `note` gets the calls that this thread runs, with what was launched."""
+    before = getattr(_recorded, "note", None)
+    _recorded.note = note
     try:
         yield
     finally:
-        _recorded.calls = before
-
-
-def packed(counts: tuple[int, ...]) -> Sequence[int]:
-    """Counts as a launch takes them."""
-    return kernels.packed(counts)
+        _recorded.note = before
 
 
 def compile_all(every: Sequence[kernels.AnyCount], device: torch.device) -> None:

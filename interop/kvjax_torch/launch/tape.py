@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvjax import kernels
 from kvjax_torch.launch import running
 from kvjax_torch.launch.loading import Kernel
 
@@ -23,7 +24,7 @@ ALIGNMENT = 512
 """Bytes that temporary arrays begin at multiples of, as torch's own allocations."""
 
 ADDRESS_BYTES = 16
-"""A kind says where memory is modulo so many bytes: no kernel is compiled for more."""
+"""A kind says where memory is modulo so many bytes: no kernel of attention is compiled for more."""
 
 _ATEN = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -60,23 +61,28 @@ _tapes: dict[Any, Tape | None] = {}
 _lock = threading.Lock()
 
 
-class Place(NamedTuple):
-    """Where an array is: in which memory, and how many bytes from its start."""
+class TapedPlace(NamedTuple):
+    """Where an array is.
+
+    Attributes:
+      memory: a number: of an argument, then of a result, then of the workspace, at last of address 0, for empty arrays.
+      offset: bytes from its start.
+    """
 
     memory: int
     offset: int
 
 
-class Launch(NamedTuple):
+class TapedLaunch(NamedTuple):
     """A launch: the compiled kernel, its packed counts, its arrays, and its number of programs."""
 
     kernel: Kernel
     counts: tuple[int, ...]
-    places: tuple[Place, ...]
+    places: tuple[TapedPlace, ...]
     num_programs: int
 
 
-class Result(NamedTuple):
+class TapedResult(NamedTuple):
     """A result: an argument, by its number, or else new memory of a shape and dtype."""
 
     argument: int | None
@@ -88,20 +94,20 @@ class Tape(NamedTuple):
     """What calls of a kind launch.
 
     Attributes:
-      launches: in their order. Memory is that of arguments, of results, the workspace, and address 0 for empty arrays.
+      launches: in their order.
       results: of the call.
       workspace: bytes of all temporary arrays.
       extents: bytes of each argument, from its first element to its last.
     """
 
-    launches: tuple[Launch, ...]
-    results: tuple[Result, ...]
+    launches: tuple[TapedLaunch, ...]
+    results: tuple[TapedResult, ...]
     workspace: int
     extents: tuple[int, ...]
 
 
 class Recording(TorchDispatchMode):
-    """Within it, what a call launches, allocates, and whether it computes nothing else.
+    """Within it, what a call launches and allocates, as long as torch computes nothing.
 
     Memory is kept, so that no two arrays of the call have the same address.
     """
@@ -119,17 +125,25 @@ class Recording(TorchDispatchMode):
             self.memory.append(result)
         elif func not in VIEWS:
             self.only_launches = False
+        if not self.only_launches:  # memory that the call frees is not kept any longer
+            self.memory.clear()
+            self.calls.clear()
         return result
 
+    def note(self, call: running.Call, launcher: running.Launcher) -> None:
+        """Notes a launch."""
+        if self.only_launches:
+            self.calls.append((call, launcher))
 
-def call(serve: Callable[[], Results], arguments: Sequence[Any], written: int | None = None) -> Results:
+
+def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor: int | None = None) -> Results:
     """The results of a call on plain CUDA tensors: launched if its kind is known, else served, and recorded.
 
     Args:
       serve: serves the call, with kernels that `running` runs.
       arguments: all that the call depends on: the function that serves it, tensors, numbers, names, None; of the same
         length for a function.
-      written: the number of the tensor among them that is written, and may overlap no other.
+      written_tensor: the index, among the tensors of `arguments`, of the one that is written and may overlap no other.
     """
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -140,7 +154,7 @@ def call(serve: Callable[[], Results], arguments: Sequence[Any], written: int | 
         tape = _tapes[kind]
     except KeyError:
         return _record(kind, serve, tensors)
-    if tape is None or (written is not None and _overlaps(tape, addresses, written)):
+    if tape is None or (written_tensor is not None and _overlaps(tape, addresses, written_tensor)):
         return serve()
     return _play(tape, tensors, addresses)
 
@@ -162,7 +176,7 @@ def _kind(arguments: Sequence[Any], tensors: Sequence[torch.Tensor], addresses: 
     for i, tensor in enumerate(tensors):
         if tensor.ndim == PAGE_DIMENSIONS:
             reach = tensor.stride(0) * tensor.element_size()
-            facts.append(tuple(a - addresses[i] for a in addresses if 0 < a - addresses[i] < reach))
+            facts.append(tuple((j, a - addresses[i]) for j, a in enumerate(addresses) if 0 < a - addresses[i] < reach))
     return tuple(facts)
 
 
@@ -171,7 +185,7 @@ PAGE_DIMENSIONS = 4
 
 
 def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Tensor]) -> Results:
-    with Recording() as recording, running.recorded(recording.calls):
+    with Recording() as recording, running.recorded(recording.note):
         results = serve()
     tape = _tape_of(recording, tensors, results) if recording.only_launches else None
     with _lock:
@@ -183,28 +197,29 @@ def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Ten
 
 def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Results) -> Tape | None:
     """The tape of a recorded call; None if an array is in no memory that is known."""
-    made: list[Result] = []
-    starts: dict[int, Place] = {}
+    made: list[TapedResult] = []
+    starts: dict[int, TapedPlace] = {}
     for result in results:
         argument = next((i for i, x in enumerate(tensors) if x.data_ptr() == result.data_ptr()), None)
         if argument is None and (not result.is_contiguous() or result.storage_offset()):
             return None
-        starts[result.untyped_storage().data_ptr()] = Place(len(tensors) + len(made), 0)
-        made.append(Result(argument, tuple(result.shape), result.dtype))
+        if argument is None:
+            starts[result.untyped_storage().data_ptr()] = TapedPlace(len(tensors) + len(made), 0)
+        made.append(TapedResult(argument, tuple(result.shape), result.dtype))
     workspace = 0
     for array in recording.memory:
         start = array.untyped_storage().data_ptr()
         if start not in starts:
-            starts[start] = Place(len(tensors) + len(made), workspace)
+            starts[start] = TapedPlace(len(tensors) + len(made), workspace)
             workspace += -(-array.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
     given = {tensor.data_ptr(): i for i, tensor in reversed([*enumerate(tensors)])}
 
-    def place(array: torch.Tensor) -> Place | None:
+    def place(array: torch.Tensor) -> TapedPlace | None:
         address, start = array.data_ptr(), array.untyped_storage().data_ptr()
         if not array.numel():
-            return Place(len(tensors) + len(made) + 1, 0)
+            return TapedPlace(len(tensors) + len(made) + 1, 0)
         if address in given:
-            return Place(given[address], 0)
+            return TapedPlace(given[address], 0)
         if start in starts:
             return starts[start]._replace(offset=starts[start].offset + address - start)
         return None
@@ -216,7 +231,7 @@ def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Res
         if len(known) < len(places):
             return None
         num_programs = launcher.num_programs(call.amount)
-        launches.append(Launch(launcher.kernel, (*running.packed(call.counts),), known, num_programs))
+        launches.append(TapedLaunch(launcher.kernel, (*kernels.packed(call.counts),), known, num_programs))
     return Tape(tuple(launches), tuple(made), workspace, tuple(map(_extent, tensors)))
 
 

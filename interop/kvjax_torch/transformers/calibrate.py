@@ -150,7 +150,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         raise KVCacheMemoryError(
             f"device: {device} is out of memory for the model and {length} tokens, expected a smaller length"
         ) from error
-    return Calibration(layers, len(samples), length, str(device), choice)
+    return Calibration(layers, len(samples), len(samples[0]), str(device), choice)
 
 
 def _calibrate(

@@ -43,8 +43,8 @@ class Allowed(NamedTuple):
 def choose(recorder: Recorder, stated: ModelKVConfig, allowed: Allowed) -> DTypeChoice:
     """Chooses each layer's dtype; shows progress if on a terminal.
 
-    By attention, the model runs over the samples twice for each dtype, with rotated keys four times. By divergence, it
-    runs as often for each layer, once or with rotated keys twice, besides.
+    By attention, the model runs over the samples twice for each dtype. By divergence it runs once for each dtype, for
+    scales, and once for each layer and dtype. With rotated keys it runs twice as often.
     """
     if allowed.by is ErrorMeasure.ATTENTION:
         return _by_attention(recorder, stated, allowed)
@@ -92,9 +92,10 @@ def _divergences(recorder: Recorder, stated: ModelKVConfig, allowed: Allowed) ->
     config, model = recorder.model.config, recorder.model
     with _progress(total=len(stores) * len(recorder.samples)) as bar, torch.no_grad():
         for number, ids in enumerate(recorder.samples):
-            reference = run(model, ids, DynamicCache(config=config))[recorder.first_counted :]
+            counted = len(ids) - recorder.first_counted
+            reference = run(model, ids, DynamicCache(config=config), counted)[-counted:]
             for layer, store in stores.items():
-                logits = run(model, ids, StoringCache(config, layer[0], store))[recorder.first_counted :]
+                logits = run(model, ids, StoringCache(config, layer[0], store), counted)[-counted:]
                 found = divergence(reference, logits)
                 if not np.isfinite(found):
                     found = np.inf if torch.isfinite(reference).all() else np.nan
@@ -106,12 +107,15 @@ def _divergences(recorder: Recorder, stated: ModelKVConfig, allowed: Allowed) ->
 
 
 def divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:
-    """The mean over positions of `sum(p * log(p / q))`, of predictions with logits `[positions, vocabulary]`."""
+    """The mean over positions of `sum(p * log(p / q))`, of predictions with logits `[positions, vocabulary]`.
+
+    0 where rounding would make it negative.
+    """
     total = 0.0
     for start in range(0, len(logits), LOGIT_ROWS):
         expected, got = (x[start : start + LOGIT_ROWS].float().log_softmax(-1) for x in (reference, logits))
         total += float((expected.exp() * (expected - got)).sum())
-    return total / len(logits)
+    return max(total, 0.0) / len(logits) if np.isfinite(total) else total
 
 
 class StoredLayer(NamedTuple):
