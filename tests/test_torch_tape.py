@@ -251,6 +251,17 @@ def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder:
     assert [*tape._tapes.values()] == [None]
 
 
+def test_a_call_whose_result_is_empty_is_served_every_time(recorder: Recorder):
+    """Its result would seem to be an argument without elements, whose address is 0 too."""
+    given = torch.zeros(0, 4), torch.zeros(3)
+
+    def serve() -> tuple[torch.Tensor, ...]:
+        return (torch.empty(0, 2),)
+
+    for _ in range(2):
+        assert tape.call(serve, [serve, *given])[0].shape == (0, 2)
+
+
 def test_which_memory_is_how_far_from_the_keys_makes_another_kind(recorder: Recorder):
     """Scales in the blocks of keys, as far from these as values of another call are."""
 

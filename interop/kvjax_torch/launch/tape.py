@@ -201,7 +201,7 @@ def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Res
     starts: dict[int, TapedPlace] = {}
     for result in results:
         argument = next((i for i, x in enumerate(tensors) if x.data_ptr() == result.data_ptr()), None)
-        if argument is None and (not result.is_contiguous() or result.storage_offset()):
+        if not result.numel() or not result.is_contiguous() or (argument is None and result.storage_offset()):
             return None
         if argument is None:
             starts[result.untyped_storage().data_ptr()] = TapedPlace(len(tensors) + len(made), 0)
