@@ -197,7 +197,7 @@ That of rotated keys is infinite for layers that cannot have them.
 
 def _by_attention(samples: object) -> Measure:
     if not callable(samples) and not isinstance(samples, Iterable):
-        raise KVCacheTypeError(f"samples: got {kind_of(samples)}, expected a list or a function")
+        raise KVCacheTypeError(f"samples: got {kind_of(samples)}, expected a list or a function, or else error_of")
     if not callable(samples) and iter(samples) is samples:
         raise KVCacheTypeError(
             f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"

@@ -29,11 +29,11 @@ OTHER_SIZES = [(48, 2), (20, 5)]
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
     dtype = draw(st.sampled_from(MLA_KV_CACHE_DTYPES))
-    has_plain_softmax = dtype.value not in ("fp8_ds_mla", "nvfp4", "nvfp4_4over6")
+    is_plain = dtype.value not in ("fp8_ds_mla", "nvfp4", "nvfp4_4over6")
     return {
         "spec": spec_of(
             dtype,
-            draw(st.sampled_from(SIZES + OTHER_SIZES if has_plain_softmax else SIZES)),
+            draw(st.sampled_from(SIZES + OTHER_SIZES if is_plain else SIZES)),
             draw(st.sampled_from([1, 3, 8, 16])),
         ),
         "lengths": draw(st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 90), min_size=1, max_size=4)),

@@ -1,7 +1,7 @@
 """Attention that is launched from a recording: which calls, and what they are launched with.
 
-No GPU is asked: calls on CPU tensors are served as on a GPU, and what would be launched there is written down.
-`test_torch_attention.py` and others launch: they make each of their calls more than once.
+These tests need no GPU: calls on CPU tensors take the code path of a GPU, and a fake kernel records each launch.
+`test_torch_attention.py` and others run on a GPU and make each call more than once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPERATIONS = torch.ops.kvjax
 
 
 class Recorder:
-    """In place of compiled kernels, and of all that compiles one; calls on CPU tensors are served as on a GPU."""
+    """Records launches. Replaces compilation and compiled kernels, and runs calls on CPU tensors as on a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[list[int], int]] = []
@@ -56,7 +56,7 @@ class Recorder:
         self.launches.append((list(entries), num_programs))
 
     def call(self, given: tuple[Any, ...], options: dict[str, Any], operation: Any, out: Any = None) -> Any:
-        """What `attention.call_operation` does with CUDA tensors."""
+        """Calls an operation as `attention.call_operation` does for CUDA tensors."""
         kernel = library.KERNELS[operation]
         arguments = [*given, *options.values(), out]
         number = sum(isinstance(x, torch.Tensor) for x in arguments) - 1
@@ -146,7 +146,7 @@ KINDS: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: str):
-    """With its arguments, its results, and temporary arrays that are apart from each other."""
+    """The same kernels, counts, arguments and results; temporary arrays do not overlap."""
     assert not recorder.is_known(*KINDS[kind]())
     given, options, operation, out = call = KINDS[kind]()
     recorder.launches.clear()
@@ -210,7 +210,7 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_planning_depends_on_makes_another_kind(recorder: Recorder, name: str):
+def test_a_change_that_affects_planning_makes_another_kind(recorder: Recorder, name: str):
     assert not recorder.is_known(*decode())
     assert not recorder.is_known(*decode(**OTHERS[name]()))
     assert recorder.is_known(*decode())
@@ -235,7 +235,7 @@ def test_calls_for_which_torch_computes_are_served_every_time(recorder: Recorder
 
 
 def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder: Recorder):
-    """Else the tiles that bound its memory would all be there at once."""
+    """Otherwise all tiles of a fallback would be allocated at the same time."""
     kept: list[Any] = []
 
     def serve() -> tuple[torch.Tensor, ...]:
@@ -252,7 +252,7 @@ def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder:
 
 
 def test_a_call_whose_result_is_empty_is_served_every_time(recorder: Recorder):
-    """Its result would seem to be an argument without elements, whose address is 0 too."""
+    """Empty results and empty arguments both have address 0, so a recording could confuse them."""
     given = torch.zeros(0, 4), torch.zeros(3)
 
     def serve() -> tuple[torch.Tensor, ...]:
@@ -262,8 +262,8 @@ def test_a_call_whose_result_is_empty_is_served_every_time(recorder: Recorder):
         assert tape.call(serve, [serve, *given])[0].shape == (0, 2)
 
 
-def test_which_memory_is_how_far_from_the_keys_makes_another_kind(recorder: Recorder):
-    """Scales in the blocks of keys, as far from these as values of another call are."""
+def test_the_offset_of_each_argument_from_the_keys_is_part_of_the_kind(recorder: Recorder):
+    """Two calls with the same offset: in one it is that of the values, in the other that of the scales."""
 
     def rows(pool: torch.Tensor, start: int) -> torch.Tensor:
         return pool[:, start : start + 1024].view(torch.int8).view(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE)
@@ -310,7 +310,7 @@ def test_kinds_are_forgotten_when_there_are_many(recorder: Recorder, monkeypatch
 
 @pytest.mark.filterwarnings("ignore")  # torch deprecates traces
 def test_tensors_are_plain_unless_something_sees_operations_on_them():
-    """Plain ones are launched without torch's dispatcher, which would resolve a lazy negation and write a trace."""
+    """Calls on plain tensors skip torch's dispatcher, which resolves lazy negation and records traces."""
     assert are_plain(torch.zeros(2))
     assert not are_plain(torch.zeros(2, dtype=torch.complex64).conj().imag)
     seen = []

@@ -40,7 +40,7 @@ class Lot(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How rows, keys and values are multiplied.
+    """How the fallback computes attention.
 
     Attributes:
       dtype: 16 bits where these hold keys and values exactly.
@@ -130,10 +130,10 @@ def _attend_to_lot(
 def _by_sdpa(
     plan: AttentionPlan, query: torch.Tensor, tokens: dense.DenseTokens, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results as of `dense.attend`, by `scaled_dot_product_attention`; the log-sum-exp is NaN.
+    """Computes what `dense.attend` does by `scaled_dot_product_attention`; the log-sum-exp is NaN.
 
-    The query heads of a KV head become rows of one head: a memory-efficient kernel takes neither more of them than KV
-    heads nor, as the others do, only some GPUs.
+    The query heads of a KV head become rows of a single head, because torch's memory-efficient kernel, the one that
+    runs on most GPUs, requires as many query heads as KV heads.
     """
     num_kv_heads = tokens.keys.shape[1]
     group = plan.num_heads // num_kv_heads

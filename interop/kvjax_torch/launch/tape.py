@@ -1,10 +1,9 @@
-"""Calls of operations that only launch kernels, recorded once and launched again over other memory.
+"""Records the kernel launches of an operation and replays them for later calls of the same kind.
 
-A model repeats the same call in every layer with other contents. Checking it, planning it and finding its kernels takes
-the host many times as long as launching these. So a call of a new kind is recorded while it is served: which kernels it
-launches, and where in its arguments, its results and its temporary memory their arrays are. Calls of its kind, which
-differ from it only in addresses, are launched from the recording. A call that computes anything by torch is of a kind
-that is always served.
+A model makes the same call in every layer, on different memory. Checking and planning a call takes the host much longer
+than launching its kernels. The first call of a kind runs as usual and is recorded: which kernels it launches, and where
+each kernel argument lies in the call's arguments, results or temporary memory. Later calls that differ only in
+addresses replay the recording. A call in which torch itself computes something is never replayed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvjax_torch.launch import running
 from kvjax_torch.launch.loading import Kernel
 
 ALIGNMENT = 512
-"""Bytes that temporary arrays begin at multiples of, as torch's own allocations."""
+"""Alignment of temporary arrays, in bytes: that of torch's allocator."""
 
 ADDRESS_BYTES = 16
-"""A kind says where memory is modulo so many bytes: no kernel of attention is compiled for more."""
+"""A kind includes each address modulo this: the largest alignment that an attention kernel is compiled for."""
 
 _ATEN = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -53,7 +52,7 @@ VIEWS = frozenset(
         _ATEN.view.default,
     }
 )
-"""Operations of torch that launch nothing. All others make a call one that is always served."""
+"""Torch operations that launch no kernel. A call that uses any other operation is never replayed."""
 
 type Results = tuple[torch.Tensor, ...]
 
@@ -65,8 +64,8 @@ class TapedPlace(NamedTuple):
     """Where an array is.
 
     Attributes:
-      memory: a number: of an argument, then of a result, then of the workspace, at last of address 0, for empty arrays.
-      offset: bytes from its start.
+      memory: an index into the arguments, followed by the results, the workspace, and address 0 for empty arrays.
+      offset: bytes from the start of that memory.
     """
 
     memory: int
@@ -107,9 +106,9 @@ class Tape(NamedTuple):
 
 
 class Recording(TorchDispatchMode):
-    """Within it, what a call launches and allocates, as long as torch computes nothing.
+    """Collects the launches and allocations of a call until torch computes something.
 
-    Memory is kept, so that no two arrays of the call have the same address.
+    It holds references to the allocations, so that no two arrays of the call share an address.
     """
 
     def __init__(self) -> None:
@@ -119,31 +118,30 @@ class Recording(TorchDispatchMode):
         self.only_launches = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operation of torch, and notes it."""
+        """Runs a torch operation and records it."""
         result = func(*args, **(kwargs or {}))
         if func in ALLOCATIONS:
             self.memory.append(result)
         elif func not in VIEWS:
             self.only_launches = False
-        if not self.only_launches:  # memory that the call frees is not kept any longer
+        if not self.only_launches:  # release the references, so that the call can free its memory
             self.memory.clear()
             self.calls.clear()
         return result
 
     def note(self, call: running.Call, launcher: running.Launcher) -> None:
-        """Notes a launch."""
+        """Records a launch."""
         if self.only_launches:
             self.calls.append((call, launcher))
 
 
 def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor: int | None = None) -> Results:
-    """The results of a call on plain CUDA tensors: launched if its kind is known, else served, and recorded.
+    """Replays a call on plain CUDA tensors if its kind is known; otherwise runs and records it. Returns its results.
 
     Args:
-      serve: serves the call, with kernels that `running` runs.
-      arguments: all that the call depends on: the function that serves it, tensors, numbers, names, None; of the same
-        length for a function.
-      written_tensor: the index, among the tensors of `arguments`, of the one that is written and may overlap no other.
+      serve: runs the call; launches kernels by `running.run` only.
+      arguments: everything that the call depends on: the function that implements it, tensors, numbers, strings, None.
+      written_tensor: the index, among the tensors of `arguments`, of an output tensor, which must not overlap another.
     """
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -160,7 +158,7 @@ def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor:
 
 
 def _kind(arguments: Sequence[Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
-    """What a call's launches depend on, but addresses; None if the tensors are on several devices."""
+    """Everything but addresses that a call's launches depend on; None if the tensors are on several devices."""
     device = tensors[0].get_device()
     facts: list[Any] = [device]
     for x in arguments:
@@ -170,7 +168,7 @@ def _kind(arguments: Sequence[Any], tensors: Sequence[torch.Tensor], addresses: 
             facts.append((x.dtype, x.shape, x.stride(), x.data_ptr() % ADDRESS_BYTES))
         else:
             facts.append((type(x), x))
-    # Which of them are the same memory, and how far apart those are that may be in one block of pages.
+    # Which addresses are equal, and the offsets between tensors that may lie in the same block of pages.
     if len(set(addresses)) < len(addresses):
         facts.append(tuple(map(addresses.index, addresses)))
     for i, tensor in enumerate(tensors):
@@ -196,7 +194,7 @@ def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Ten
 
 
 def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Results) -> Tape | None:
-    """The tape of a recorded call; None if an array is in no memory that is known."""
+    """The tape of a recorded call; None if an array lies in memory that the recording does not know."""
     made: list[TapedResult] = []
     starts: dict[int, TapedPlace] = {}
     for result in results:

@@ -1,4 +1,4 @@
-"""Chooses the dtype of each layer of a transformers model: by the error of attention, or by what predictions lose."""
+"""Chooses each layer's dtype for a transformers model, by the error of attention or by divergence of predictions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 from kvjax_torch.transformers.recording import Recorder, run
 
 LOGIT_ROWS = 256
-"""Positions whose probabilities are compared at once."""
+"""Number of positions whose probabilities are compared at once."""
 
 
 class Allowed(NamedTuple):
-    """What layers may have.
+    """The dtypes and options to choose from, and the criterion.
 
     Attributes:
       dtypes: of which each layer gets one.
@@ -126,7 +126,7 @@ class StoredLayer(NamedTuple):
     rotates: bool
 
     def read_back(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[1, num_heads, num_tokens, head_size]`, written to pages and read.
+        """Writes keys and values `[1, num_heads, num_tokens, head_size]` to pages and reads them back.
 
         Some models store each KV head once for every query head that reads it.
         """
@@ -159,7 +159,7 @@ class StoredLayer(NamedTuple):
 
 
 class StoringCache(DynamicCache):
-    """transformers' own cache, of which one layer holds what pages make of its keys and values."""
+    """A `DynamicCache` in which one layer holds keys and values that were written to pages and read back."""
 
     def __init__(self, config: Any, layer: int | str, store: StoredLayer) -> None:
         super().__init__(config=config)
