@@ -15,12 +15,17 @@ from support.helpers import assert_same_bytes
 from support.interpret_mode import interpret_mode
 from support.prompt_suite import CONFIG, LENGTHS, check, operands, run, run_model
 
-from kvjax import FullAttentionSpec, KVCacheDType
+from kvjax import FullAttentionSpec, KVCache, KVCacheDType
 from kvjax.kernels import prompts
 from kvjax.kernels.launchable import RowMemory
 from kvjax.kernels.prompts import PromptConfig, PromptKind, PromptProblem
 from kvjax.kernels.prompts.any_prompts import any_prompts
+from kvjax.kernels.prompts.schedule import StepKind, any_schedule, num_programs
+from kvjax.kernels.prompts.tiled import FIELDS
+from kvjax.kernels.prompts.transfer import Units
 from kvjax.kernels.target import Target, tracing_for
+from kvjax.ops import prompt_kernel
+from kvjax.ops.prompts import LayerSequences, Prompts
 
 
 @pytest.mark.full
@@ -153,6 +158,36 @@ def test_the_model_is_attention():
             expected = weights @ values[0, seen, head // 2] / total * float(args.v_scale[head // 2])
             np.testing.assert_allclose(got[3 + row, head], expected, atol=4e-3)
             np.testing.assert_allclose(log[3 + row, head], np.log(total), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [9, pytest.param(None, marks=pytest.mark.full)])
+def test_xla_finds_of_prompts_what_the_kernel_for_torch_finds(window):
+    """With freed blocks, fewer tokens than rows, tokens past the table, and garbage in it."""
+    spec = FullAttentionSpec(8, 1, 16, dtype=KVCacheDType.BFLOAT16)
+    table = np.random.default_rng(0).integers(-1, 5, (5, 6)).astype(np.int32)
+    table[2, 3:] = [2**31 - 1, -(2**31), 4]
+    lens, bounds = np.array([40, 3, 45, 7, 60], np.int32), np.array([0, 12, 17, 37, 38, 47], np.int32)
+    counts = {
+        "num_seqs": 5, "num_rows": 50, "max_blocks": 6, "table_stride": 6, "num_blocks": 5, "max_q_len": 20,
+        "max_prompts": 5, "num_zeros": 1, "query_stride": 8,
+    }  # fmt: skip
+    units = Units.of(16, np.dtype(jnp.bfloat16))
+    schedule = any_schedule(StepKind(8, window, 0, False, units, units, num_heads=1, has_sinks=False))
+    arrays = {"block_table": table, "seq_lens": lens, "cu_q_lens": bounds}
+    results = {"prompts": ((5, len(FIELDS)), np.int32), "header": (2, np.int32), "out": ((50, 8), np.int32)}
+    results["lse"] = 50, np.float32
+    new = {name: jax.ShapeDtypeStruct(np.empty(shape).shape, dtype) for name, (shape, dtype) in results.items()}
+    with interpret_mode():
+        given = {name: jnp.asarray(x) for name, x in arrays.items()} | new
+        expected = schedule.of_arrays([counts[name] for name in schedule.counts], num_programs(5, 50), given)
+    cache, query = KVCache.allocate(spec, 5), jnp.zeros((50, 1, 16), jnp.bfloat16)
+    sequences = LayerSequences(*map(jnp.asarray, (table, lens, bounds[1:], np.diff(bounds))))
+    one = jnp.float32(1.0)
+    asked = Prompts(cache, query, sequences, 20, one, one, None, np.dtype(jnp.bfloat16))
+    found = np.asarray(prompt_kernel._pages(asked, sequences, window).found)
+    np.testing.assert_array_equal(found[1:], expected["prompts"])
+    assert found[0, 0] == 1 + expected["header"][0] == 6
+    assert not found[0, 1:].any()
 
 
 def check_join(num_rows: int, heads: int, size: int, dtype: Any, sinks: bool, has_packed: bool) -> None:

@@ -109,9 +109,8 @@ def attend(
     if near is not None:
         arrays |= {f"near_{name}": x for name, x in gather(near, kind.dtype).items()}
         counts.append(near.num_tokens)
-    found, out, lse = _of_each_batch(list(arrays.values()), pages.found.reshape(-1), *results)
-    arrays |= {"prompts": found, "header": found, "out": out, "lse": lse}
-    written = any_prompts(kind, target).of_arrays(counts, 1, arrays)
+    out, lse = results
+    written = any_prompts(kind, target).of_arrays(counts, 1, {**arrays, "out": out, "lse": lse})
     return written["out"], written["lse"]
 
 
@@ -132,16 +131,6 @@ def gather(pages: LotPages, dtype: DType) -> dict[str, jax.Array]:
     else:
         kernel = any_fp8_gather(spec, memory)
         if any(map(fp8.takes_unit, spec.dtype.parts)):
-            [zeros] = _of_each_batch([kv, table, found], jnp.zeros((_FIRST + num_prompts) * 2 * heads, jnp.int32))
+            zeros = jnp.zeros((_FIRST + num_prompts) * 2 * heads, jnp.int32)
             units = any_units(spec, memory).of_arrays(counts, amount, arrays | {"units": zeros})
-    return {"prompts": found, **kernel.of_arrays(counts, amount, arrays | units), **units}
-
-
-def _of_each_batch(others: list[jax.Array], *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays that a kernel stores to, which `jax.vmap` maps where it maps any of what the kernel reads.
-
-    Otherwise the calls of a batch would store to one array. To XLA these are the arrays themselves.
-    """
-    firsts = (x.reshape(-1)[:1] for x in (*others, *arrays))
-    of_all = jnp.any(jnp.concatenate([x != x for x in firsts]))
-    return [lax.select(of_all, x, x) for x in arrays]
+    return {"prompts": found, "header": found, **kernel.of_arrays(counts, amount, arrays | units), **units}
