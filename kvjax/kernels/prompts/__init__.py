@@ -1,4 +1,4 @@
-"""The prompt kernel: attention of long query chunks over dense keys and values, on Hopper's tensor cores.
+"""The prompt kernel: attention of long query chunks over tiles of keys and values, on Hopper's tensor cores.
 
 Two warpgroups take 64 query rows of a head each and take turns, so that one computes its softmax while the other
 multiplies, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Where a KV head has an even number of query

@@ -1,8 +1,8 @@
-"""The prompt kernel over caller-owned memory, for any number of prompts, tokens and blocks.
+"""The prompt kernel over pages, for any number of prompts, tokens and blocks.
 
-Three kernels run one after another: `schedule` finds the prompts, the gather makes their pages tiles, and the prompt
-kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited amount of memory. With near
-tokens another schedule and another gather find those and make them tiles.
+Three kernels run one after another: `schedule` finds the prompts (for JAX arrays, XLA does), the gather makes their
+pages tiles, and the prompt kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited
+amount of memory. With near tokens another schedule and another gather find those and make them tiles.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _places(spec: AttentionSpec, part: KVCacheDType, ref: Ref, own: LotTokens, n
 
 @dataclasses.dataclass(frozen=True)
 class PromptKind:
-    """What a prompt kernel over caller-owned memory is compiled for.
+    """What a prompt kernel over tiles of pages is compiled for.
 
     Attributes:
       spec: the cache's; where pages are does not matter.

@@ -1,4 +1,4 @@
-"""Pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
+"""Chunks of pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
 
 A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
 neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.

@@ -1,4 +1,4 @@
-"""How the prompt kernel reads and writes caller-owned memory: keys and values in tiles."""
+"""How the prompt kernel reads and writes caller-owned memory, or JAX arrays as such: keys and values in tiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_TILE = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class _CallerArrays:
-    """Caller-owned memory, whose copies take no descriptors.
+    """Memory whose copies take no descriptors.
 
     Attributes:
       num_heads: as in `PromptArrays`.
