@@ -204,6 +204,16 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
     assert not program.collectives
 
 
+@pytest.mark.parametrize("query_quantization", [False, True])
+def test_it_lowers_with_64_bit_integers_and_without_rank_promotion(query_quantization):
+    run = functools.partial(attend, max_q_len=100, max_prompts=2, query_quantization=query_quantization)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(run).trace(*arguments("nvfp4", 4, 200))
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # For products in fp8 one finds what to divide by.
+    assert lowered.count("mosaic_gpu_v2") == 5 + query_quantization
+
+
 @pytest.mark.parametrize(
     ("axes", "window"),
     [((0, 0, None, None, None), None), ((1, None, 0, 0, 0), 64)],

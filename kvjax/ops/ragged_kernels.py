@@ -73,7 +73,7 @@ class StepRows(NamedTuple):
     @property
     def from_end(self) -> jax.Array:
         """Rows from a row to the end of its sequence, int32 `[num_tokens]`."""
-        return self.q_ends[self.rows.seq] - jnp.arange(len(self.rows.seq))
+        return self.q_ends[self.rows.seq] - jnp.arange(len(self.rows.seq), dtype=jnp.int32)
 
     def decoding(self, seq_lens: jax.Array) -> jax.Array:
         """Lengths on the decode path: 0 for a sequence of the other path, and for one without rows."""
