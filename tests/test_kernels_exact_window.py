@@ -53,7 +53,7 @@ def arguments(num_tokens: int, max_q_len: int = 1, **changes: Any) -> list[Any]:
 DECODES = {"reshape_and_cache_flash": 1, "paged_attention": 1, "merge_paged_attention": 1}
 """A write to the pages and the ring, and an attention over both."""
 
-CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_kv": 2, "prompt_attention": 1, "join_rows": 1}
+CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_prompts": 2, "prompt_attention": 1, "join_rows": 1}
 """The step's tokens are also written to the copy of the ring's rows; rows of decodes are joined with prompts'."""
 
 

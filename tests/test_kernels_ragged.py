@@ -100,6 +100,37 @@ def test_interpreted_a_row_of_a_prompt_has_the_bits_that_it_has_decoding(dtype, 
     assert np.mean(prompt == decoded) > 0.98
 
 
+@INTERPRETS_JOINS
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [(0, None, None), (None, 0, None), (None, None, 0)], ids=["query", "cache", "table"])
+def test_interpreted_under_vmap_calls_share_nothing_that_they_store_to(axes):
+    """Also not the queue of items, on one multiprocessor that takes those of two prompts."""
+    spec, rng = (
+        simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=1, head_size=16, block_size=16),
+        np.random.default_rng(0),
+    )
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    caches = [
+        reshape_and_cache_flash(normal(64, 1, 16), normal(64, 1, 16), KVCache.allocate(spec, 4), jnp.arange(64))
+        for _ in range(2)
+    ]
+    tables = jnp.array([[[0, 1, 2, 3], [3, 2, 1, 0]], [[1, 2, 3, 0], [2, 3, 0, 1]]])
+    both = normal(2, 40, 1, 16), jax.tree.map(lambda *kv: jnp.stack(kv), *caches), tables
+    args = [x if axis == 0 else jax.tree.map(lambda y: y[0], x) for x, axis in zip(both, axes, strict=True)]
+    lens, bounds = jnp.array([60, 50]), jnp.array([0, 22, 40])
+
+    def mapped(implementation: str) -> Any:
+        one = functools.partial(ragged_paged_attention, implementation=implementation, decode_q_len=0, max_prompts=2)
+        return jax.jit(jax.vmap(lambda query, cache, table: one(query, cache, table, lens, bounds), axes))(*args)
+
+    with interpret_mode(), tracing_for(Target(1)):
+        got = np.asarray(mapped("mosaic"), np.float32)
+    np.testing.assert_allclose(got, np.asarray(mapped("xla"), np.float32), atol=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])
 def test_a_row_of_a_prompt_has_the_bits_that_it_has_decoding(dtype):
@@ -179,6 +210,16 @@ def test_a_share_of_the_heads_is_attended_to_without_communication():
     args = on(query, None, "tensor"), KVCache(kv, cache.spec, kv.sharding), *(on(x) for x in rest)
     program = compile_for("b200", functools.partial(attend, max_q_len=256, max_prompts=1), *args)
     assert not program.collectives
+
+
+@pytest.mark.parametrize("query_quantization", [False, True])
+def test_it_lowers_with_64_bit_integers_and_without_rank_promotion(query_quantization):
+    run = functools.partial(attend, max_q_len=100, max_prompts=2, query_quantization=query_quantization)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        traced = jax.jit(run).trace(*arguments("nvfp4", 4, 200))
+        lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # For products in fp8 one finds what to divide by.
+    assert lowered.count("mosaic_gpu_v2") == 5 + query_quantization
 
 
 @pytest.mark.parametrize(

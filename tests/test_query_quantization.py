@@ -21,13 +21,13 @@ from support.ragged_suite import INTERPRETS_JOINS
 import kvjax
 from kvjax import FullAttentionSpec, KVCache, KVCacheDType, StepMetadata, UnsupportedError, ragged_paged_attention
 from kvjax.kernels import prompts
-from kvjax.kernels.prompts import PromptConfig, PromptProblem, fp8, fp8_gather
-from kvjax.kernels.target import Target, tracing_for
+from kvjax.kernels.prompts import PromptConfig, PromptProblem, fp8
+from kvjax.kernels.target import Target
 from kvjax.kernels.warpgroups import in_order_of_products
-from kvjax.ops.gather import units_of_blocks
+from kvjax.ops.gather import token_mask, units_of_blocks
 
 E4M3 = jnp.float8_e4m3fn
-CONFIG = PromptConfig(64, 2)
+CONFIG = PromptConfig(128, 2)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,27 @@ def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype
     table = jnp.array([[1, 2, 3], [9, 2, -1]], jnp.int32)
     lens, first = jnp.array([num_tokens, 2 * spec.block_size - 1], jnp.int32), jnp.array([5, 0], jnp.int32)
     units = units_of_blocks(cache, table, lens, first)
+    ends, zero = jnp.array([num_tokens, 2 * spec.block_size], jnp.int32), jnp.zeros_like(lens)
+    ends = jnp.minimum(ends, lens)
+    fields = {"q_start": zero, "q_len": lens, "position": zero, "first_absent": zero, "end": ends}
+    found = prompts.found_of(fields | {"first_block": zero, "first_seen": first}, jnp.int32(2))
     with interpret_mode():
-        got = fp8_gather.gather(cache.kv.reshape(5, -1), fp8_gather.Gathered(table, lens, first, units), spec)
+        tiles = prompts.gather(prompts.LotPages(cache.kv, spec, table, found, prompts.TOKENS), np.dtype(E4M3))
+    of_tokens = 3 * spec.block_size
+    got = (
+        jnp.moveaxis(tiles["keys"].reshape(2, 3, prompts.TOKENS, spec.head_size), 1, 2)[:, :of_tokens],
+        tiles["values"].reshape(2, 3, spec.head_size_v, prompts.TOKENS)[..., :of_tokens],
+    )
     one = {"k_scale": 1.0, "v_scale": 1.0, "dtype": jnp.float32, "implementation": "xla"}
     stored = kvjax.gather_kv(cache, table, lens, **one)
-    of_tokens = units[:, :, None, :, None]
-    expected_keys, values = (fp8.rounded(x, unit) / unit for x, unit in zip(stored, of_tokens, strict=True))
+    of_rows = units[:, :, None, :, None]
+    expected_keys, values = (fp8.rounded(x, unit) / unit for x, unit in zip(stored, of_rows, strict=True))
     values = values.at[0, :5].set(0.0)
     assert_same_bytes(np.float32(got[0]), np.float32(expected_keys))
     assert_same_bytes(np.float32(got[1]), np.float32(in_order_of_products(jnp.moveaxis(values, 1, 3))))
+    is_present = np.asarray(token_mask(table, lens, 5, spec.block_size))
+    bias = np.asarray(tiles["bias"]).reshape(2, -1)[:, :of_tokens]
+    np.testing.assert_array_equal(bias, np.where(is_present, 0, -np.inf))
     for part, x in zip(spec.dtype.parts, got, strict=True):
         if part.byte_format is KVCacheDType.NVFP4:
             assert 150 <= np.abs(np.float32(x)).max() <= 448
@@ -77,9 +89,9 @@ def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 (of_prompts.LENGTHS | {"heads": (4, 2)}, PromptProblem(70, 50, None),
-                 PromptConfig(64, 3)),
-                (of_prompts.LENGTHS | {"heads": (1, 1)}, PromptProblem(300, None, 5.0), PromptConfig(64, 2)),
-                (of_prompts.LENGTHS, PromptProblem(70, None, None), PromptConfig(64, 2, 2)),
+                 PromptConfig(128, 3)),
+                (of_prompts.LENGTHS | {"heads": (1, 1)}, PromptProblem(300, None, 5.0), PromptConfig(128, 2)),
+                (of_prompts.LENGTHS, PromptProblem(70, None, None), PromptConfig(128, 2, 2)),
                 ({"q_lens": (40,), "positions": (150,), "head_size": 96, "head_size_v": 32, "num_keys": 256},
                  PromptProblem(40, 33, 9.0), PromptConfig(128, 2)),
             )
@@ -95,7 +107,7 @@ def test_interpreted_the_kernel_is_its_model(shapes, problem, config):
 def test_warpgroups_that_compute_softmax_at_once_have_no_races(heads, stages):
     """In one thread block: interpret mode has no atomic addition."""
     args = of_prompts.operands(**of_prompts.LENGTHS, heads=heads, dtype=E4M3, query_dtype=jnp.bfloat16)
-    config = PromptConfig(64, stages)
+    config = PromptConfig(128, stages)
     of_prompts.check(args, PromptProblem(70, None, None), config, detect_races=True, multiprocessors=1)
 
 
@@ -104,9 +116,9 @@ def test_a_mean_of_equal_values_is_exact():
     args = of_prompts.operands(
         (20,), (150,), num_keys=192, num_tokens=64, heads=(1, 1), dtype=E4M3, query_dtype=np.float16
     )
-    args = args._replace(values=jnp.full_like(args.values, 1.75), heads=args.heads.at[1].set(2.0))
-    with interpret_mode(), tracing_for(Target(1)):
-        got, _ = of_prompts.run(prompts.attend, args, PromptProblem(20, None, None), CONFIG)
+    args = args._replace(values=jnp.full_like(args.values, 1.75), v_scale=jnp.full(1, 2.0, jnp.float32))
+    with interpret_mode():
+        got, _ = of_prompts.run(args, PromptProblem(20, None, None), CONFIG, Target(1))
     np.testing.assert_array_equal(got[3:23], 3.5)
 
 
@@ -291,7 +303,7 @@ def test_compiled_no_register_is_spilled(dtype, changes, options):
     [attending] = [kernel for name, kernel in kernels.items() if "prompt_attention" in name]
     assert "e4m3.e4m3" in attending.ptx
     assert "serialized" not in attending.ptxas_log
-    assert any("gather_fp8" in name for name in kernels)
+    assert any("gather_prompts_fp8" in name for name in kernels)
 
 
 @pytest.mark.gpu

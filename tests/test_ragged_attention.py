@@ -181,9 +181,9 @@ def test_tokens_before_a_few_rows_are_attended_to_in_splits(attend, monkeypatch)
     splits: list[int] = []
     attend_in_place = prompt_kernel.kernel.attend
 
-    def recorded_splits(*args: Any) -> None:
-        splits.append(args[-1].splits)
-        attend_in_place(*args)
+    def recorded_splits(*args: Any) -> Any:
+        splits.append(args[-1])
+        return attend_in_place(*args)
 
     monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded_splits)
     check(ragged((20, 9, 12, 0, 1), (190, 130, 12, 0, 50), dtype="nvfp4", sinks=True), attend)
@@ -484,21 +484,21 @@ def test_a_step_without_tokens_gives_no_rows(batch_invariant):
 
 
 def test_batch_invariant_prompts_are_not_divided_into_splits(attend, monkeypatch):
-    """Of which there are more the fewer rows a batch has; and their tiles are those of any table."""
+    """Of which there are more the fewer rows a batch has."""
     if not attend.has_prompt_kernel:
         pytest.skip("another implementation")
     monkeypatch.setattr(prompt_problem, "MIN_SPLIT_TOKENS", 32)
     attend_in_place, seen = prompt_kernel.kernel.attend, []
 
-    def recorded(operands: Any, *args: Any) -> None:
-        seen.append((args[-1].splits, operands.keys.shape[1] % prompt_kernel.kernel.TOKENS))
-        attend_in_place(operands, *args)
+    def recorded(kind: Any, *args: Any) -> Any:
+        seen.append((args[-1], kind.is_divided))
+        return attend_in_place(kind, *args)
 
     monkeypatch.setattr(prompt_kernel.kernel, "attend", recorded)
     problem = build(ragged((20, 9, 12), (190, 130, 12), dtype="nvfp4", sinks=True))
     invariant = functools.partial(attend, batch_invariant=True, max_q_len=20)
     suite.assert_right(problem, *run(problem, invariant), **slack(problem.case, attend))
-    assert set(seen) == {(1, 0)}
+    assert set(seen) == {(1, False)}
 
 
 def test_prompts_without_the_prompt_kernel_are_not_batch_invariant():

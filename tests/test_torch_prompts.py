@@ -378,9 +378,8 @@ def test_compiled_it_is_one_kernel_that_is_given_integers(made, options):
     function = functools.partial(call_kernel, made, options)
     [kernel] = compile_for("h100", function, *args, change_kernel=given_integers).kernels
     num_unused = 0 if made[0] != "prompts" else sum(not x.size for x in args)
-    # A soft cap takes more registers than there are, with jax 0.11 a third of this; JAX's kernel, which has no tiles to
-    # address, takes fewer. In fp8, splits take two more with jax 0.12. Heads of 256 with a window or near tokens, and
-    # near tokens beside a window, take some more, too.
+    # A soft cap takes more registers than there are, with jax 0.11 a third of this. In fp8, splits take two more with
+    # jax 0.12. Heads of 256 with a window or near tokens, and near tokens beside a window, take some more, too.
     most = 164 if "logits_soft_cap" in options else 8 if "is_divided" in options else 0
     most = 40 if made[2] == 256 and options else 24 if {"near", "window"} <= {*options} else most
     assert kernel.spill_bytes <= most

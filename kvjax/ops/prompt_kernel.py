@@ -1,4 +1,4 @@
-"""Attention of long query chunks on Hopper: the gather kernel makes pages dense, the prompt kernel attends.
+"""Attention of long query chunks on Hopper: a gather kernel makes pages tiles, the prompt kernel attends.
 
 The kernel stores the results of each row in place, among those of the rows that decode, so that no rows are packed or
 joined. Where few rows see many tokens, their tokens are divided into splits, whose results are merged.
@@ -6,28 +6,19 @@ joined. Where few rows see many tokens, their tokens are divided into splits, wh
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.cache_views import flat_pages
 from kvjax.kernels import prompts as kernel
 from kvjax.kernels.attention import Softmax
-from kvjax.kernels.prompts import fp8_gather
-from kvjax.ops.gather import token_mask, units_of_blocks
+from kvjax.kernels.launchable import RowMemory
 from kvjax.ops.merge import merge_parts
 from kvjax.ops.options import most_splits, prompts_at_once, restricting
-from kvjax.ops.prompts import (
-    Dense,
-    LayerSequences,
-    Prompts,
-    by_lots,
-    of_each_head,
-    reached_blocks,
-)
+from kvjax.ops.prompts import LayerSequences, Prompts, by_lots
 
 
 class Launch(NamedTuple):
@@ -36,15 +27,15 @@ class Launch(NamedTuple):
     Attributes:
       prompts: the rows and what they attend to.
       options: the call's, with a window that restricts.
-      config: how it is launched.
-      at_once: prompts of a lot, whose dense keys and values fit in `DENSE_BYTES` of `ops.options`.
+      splits: parts that a row's tokens are divided into.
+      at_once: prompts of a lot, whose tiles fit in `DENSE_BYTES` of `ops.options`.
       near: the same rows over other tokens, of which they see the last ones, as many as `near_window`; or None.
       near_window: see there.
     """
 
     prompts: Prompts
     options: Softmax
-    config: kernel.PromptConfig
+    splits: int
     at_once: int
     near: Prompts | None = None
     near_window: int | None = None
@@ -60,51 +51,107 @@ class Launch(NamedTuple):
         spec, (num_tokens, num_heads, _) = prompts.cache.spec, prompts.query.shape
         options = options._replace(window=restricting(options.window, prompts.max_tokens))
         reached = prompts.max_reached(options.window)
-        tokens = reached + (0 if near is None else near.max_tokens)
-        prompt_bytes = tokens * spec.num_kv_heads * (spec.head_size + spec.head_size_v) * prompts.dtype.itemsize
-        at_once = prompts_at_once(prompt_bytes, len(prompts.sequences.lens))
+        tokens = _whole_tiles(reached) + (0 if near is None else _whole_tiles(near.max_reached(near_window)))
+        token_bytes = spec.num_kv_heads * sum(spec.head_sizes) * prompts.dtype.itemsize + 4  # and the bias
+        at_once = prompts_at_once(tokens * token_bytes, len(prompts.sequences.lens))
         most = most_splits(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
         max_splits = 1 if options.batch_invariant else most
         config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_splits)
-        return cls(prompts, options, config, at_once, near, near_window)
+        return cls(prompts, options, int(config.splits), at_once, near, near_window)
 
     @property
     def reads_results(self) -> bool:
         """Whether results of prompts' rows have to be those of rows that attend to nothing: one more part."""
-        return self.prompts.sinks is not None and bool(self.config.splits > 1)
+        return self.prompts.sinks is not None and self.splits > 1
+
+    def kind(self, rows: jax.Array) -> kernel.PromptKind:
+        """What the kernel is compiled for, with rows of the query."""
+        prompts, options, is_divided = self.prompts, self.options, self.splits > 1
+        return kernel.PromptKind(
+            prompts.cache.spec,
+            RowMemory.of(rows),
+            rows.shape[1],
+            (prompts.k_scale.size, prompts.v_scale.size),
+            options.sm_scale,
+            options.window,
+            options.logits_soft_cap,
+            has_sinks=prompts.sinks is not None and not is_divided,  # with the rows that attend to nothing
+            is_divided=is_divided,
+            query_quantization=kernel.fp8.is_fp8(prompts.dtype),
+            near=self.near_window,
+        )
+
+
+def _whole_tiles(num_tokens: int) -> int:
+    return -(-num_tokens // kernel.TOKENS) * kernel.TOKENS
 
 
 def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Attends with the rows of prompts.
 
-    With `batch_invariant`, tiles of tokens begin where they would in any table. `results` are those of other rows,
-    `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp, float32 `[num_tokens, num_heads]`.
-    For prompts' rows the log-sum-exp is that of rows that attend to nothing (the sink), and if `launch.reads_results`
-    the results are 0, otherwise arbitrary.
+    `results` are those of other rows, `[num_tokens, num_heads, head_size_v]` of the query's dtype, and the log-sum-exp,
+    float32 `[num_tokens, num_heads]`. For prompts' rows the log-sum-exp is that of rows that attend to nothing (the
+    sink), and if `launch.reads_results` the results are 0, otherwise arbitrary.
 
     Returns:
       `results`, with those of the first `max_q_len` rows of each sequence.
     """
-    prompts, options, config, at_once, near, near_window = launch
+    prompts, near = launch.prompts, launch.near
     num_tokens = prompts.query.shape[0]
-    problem = kernel.PromptProblem(prompts.max_q_len, options.window, options.logits_soft_cap, near_window)
-    rows, results = padded(prompts.query, results)
-    is_fp8 = kernel.fp8.is_fp8(prompts.dtype)
-    alignment = kernel.TOKENS if options.batch_invariant or is_fp8 else kernel.ALIGNMENT
+    query, results = padded(prompts.query, results)
+    kind = launch.kind(query)
+    rows = kernel.PromptRows(query, prompts.max_q_len, prompts.k_scale, prompts.v_scale, prompts.sinks)
 
     def attend_lot(
         results: tuple[jax.Array, jax.Array], lots: tuple[LayerSequences, LayerSequences | None]
     ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        sinks = prompts.sinks if config.splits == 1 else None  # with the rows that attend to nothing
-        own, recent = lots
-        operands = _operands(Dense.of(prompts, own), rows, sinks, problem, options.sm_scale, alignment)
-        if near is not None and recent is not None:
-            operands = operands._replace(near=_near(Dense.of(near, recent), problem, options.sm_scale, alignment))
-        return attend_dense(operands, results, problem, config), None
+        pages = _pages(prompts, lots[0], launch.options.window)
+        recent = None if near is None or lots[1] is None else _pages(near, lots[1], launch.near_window)
+
+        def attend_parts(parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return kernel.attend(kind, rows, pages, recent, parts, launch.splits)
+
+        return by_splits(attend_parts, results, launch.splits), None
 
     lots = prompts.sequences, None if near is None else near.sequences
-    (out, lse), _ = by_lots(attend_lot, results, lots, at_once)
+    (out, lse), _ = by_lots(attend_lot, results, lots, launch.at_once)
     return out[0, :num_tokens], lse[0, :num_tokens]
+
+
+def _pages(prompts: Prompts, sequences: LayerSequences, window: int | None) -> kernel.LotPages:
+    """What rows of some of the sequences see in their pages, as the kernel `schedule_prompts` finds it for torch.
+
+    Of a sequence with more than `max_q_len` rows the first ones are served, which do not see its last tokens: these
+    may be NaN, which a weight of 0 does not remove.
+    """
+    cache, spec, (table, lens, q_ends, q_lens) = prompts.cache, prompts.cache.spec, sequences
+    size, first_row = spec.block_size, lens - q_lens
+    lens = jnp.clip(first_row + prompts.max_q_len, 0, lens)
+    first_seen = jnp.zeros_like(lens) if window is None else jnp.maximum(first_row - (window - 1), 0)
+    first_block = first_seen // size
+    skipped = first_block * size
+    column = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :]
+    is_reached = (column >= first_block[:, None]) & (column * size < lens[:, None])
+    exists = (table >= 0) & (table < cache.num_blocks)
+    # One reduction for both.
+    first_absent, minus_end = jnp.min(
+        jnp.stack([
+            jnp.where(is_reached & ~exists, column, table.shape[1]),
+            jnp.where(is_reached & exists, -column - 1, 0),
+        ]),
+        axis=-1,
+    )  # fmt: skip
+    fields = {
+        "q_start": q_ends - q_lens,
+        "q_len": jnp.minimum(q_lens, prompts.max_q_len),
+        "position": first_row - skipped,
+        "first_absent": jnp.maximum(jnp.minimum(first_absent * size, lens) - skipped, 0),
+        "end": jnp.maximum(jnp.minimum(-minus_end * size, lens) - skipped, 0),
+        "first_block": first_block,
+        "first_seen": first_seen - skipped,
+    }
+    found = kernel.found_of(fields, jnp.sum(q_lens > 0, dtype=jnp.int32))
+    return kernel.LotPages(cache.kv, spec, table, found, _whole_tiles(prompts.max_reached(window)))
 
 
 def padded(query: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -114,138 +161,21 @@ def padded(query: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.
     return rows, (out[None], lse[None])
 
 
-def attend_dense(
-    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
+def by_splits(
+    attend: Callable[[tuple[jax.Array, jax.Array]], tuple[jax.Array, jax.Array]],
     results: tuple[jax.Array, jax.Array],
-    problem: kernel.PromptProblem,
-    config: kernel.PromptConfig,
+    splits: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Stores results of prompts among `results`, of one split, and returns these.
+    """Returns `results`, of one split, with those of prompts, which `attend` stores among what it is given.
 
-    With several splits, what is there is one more part.
+    With several splits it is given memory of its own, and what `results` hold is one more part.
     """
-    if config.splits == 1:
-        return _in_place(operands, results, problem, config)
+    if splits == 1:
+        return attend(results)
     out, lse = results
-    parts = (
-        lax.empty((config.splits, *out.shape[1:]), out.dtype),
-        jnp.full((config.splits, *lse.shape[1:]), -jnp.inf, lse.dtype),
-    )
-    outs, lses = _in_place(operands, parts, problem, config)
+    outs, lses = attend((
+        lax.empty((splits, *out.shape[1:]), out.dtype),
+        jnp.full((splits, *lse.shape[1:]), -jnp.inf, lse.dtype),
+    ))  # fmt: skip
     merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])
     return merged.astype(out.dtype)[None], lse[None]
-
-
-def _operands(
-    dense: Dense,
-    rows: jax.Array,
-    sinks: jax.Array | None,
-    problem: kernel.PromptProblem,
-    sm_scale: float,
-    alignment: int,
-) -> kernel.Operands[jax.Array]:
-    cache, sequences, v_scale = dense.prompts.cache, dense.sequences, dense.prompts.v_scale
-    spec, size, num_heads = cache.spec, cache.spec.block_size, rows.shape[1]
-    table, lens, first_row, start, skipped = _Reached.of(dense, problem.max_q_len, problem.window, alignment)
-    if kernel.fp8.is_fp8(dense.prompts.dtype):
-        first = jnp.zeros_like(lens) if start is None else start - skipped
-        units = units_of_blocks(cache, table, lens, first)
-        keys, values = fp8_gather.gather(flat_pages(cache), fp8_gather.Gathered(table, lens, first, units), spec)
-    else:
-        keys, values = dense.gather(table, lens)
-        if start is not None:
-            values = _without_tokens_before(values, start - skipped, size)
-    is_there = token_mask(table, lens, cache.num_blocks, size)
-    token = jnp.arange(is_there.shape[1], dtype=jnp.int32)[None, :]
-    # One reduction for both.
-    first_absent, minus_end = jnp.min(
-        jnp.stack([jnp.where(is_there, token.size, token), jnp.where(is_there, -token - 1, 0)]), axis=-1
-    )
-    has_scale = spec.dtype.parts[1].info.layer_scale is not None
-    factors = of_each_head(v_scale, spec, num_heads) if has_scale else jnp.ones(num_heads, jnp.float32)
-    none = jnp.full(num_heads, -jnp.inf, jnp.float32)
-    heads = jnp.stack([dense.factor * sm_scale, factors, none if sinks is None else sinks])
-    if kernel.fp8.is_fp8(dense.prompts.dtype):
-        of_heads = jnp.repeat(units, num_heads // spec.num_kv_heads, axis=2)
-        heads = heads * jnp.stack([*of_heads, jnp.ones_like(of_heads[0])], axis=1)
-    return kernel.Operands(
-        rows,
-        keys,
-        values,
-        sequences.q_ends - sequences.q_lens,
-        jnp.minimum(sequences.q_lens, problem.max_q_len),
-        first_row - skipped,
-        jnp.where(is_there, jnp.float32(0.0), -jnp.inf),
-        first_absent,
-        -minus_end,
-        heads,
-    )
-
-
-def _near(dense: Dense, problem: kernel.PromptProblem, sm_scale: float, alignment: int) -> kernel.NearTokens[jax.Array]:
-    table, lens, first_row, start, skipped = _Reached.of(dense, problem.max_q_len, problem.near, alignment)
-    keys, values = dense.gather(table, lens)
-    if start is not None:
-        values = _without_tokens_before(values, start - skipped, dense.prompts.cache.spec.block_size)
-    factor = jnp.full(1, sm_scale, jnp.float32)
-    ends = jnp.where(table[:, 0] >= 0, lens, 0)  # a sequence has a row of the ring, or no block of it
-    return kernel.NearTokens(keys, values, first_row - skipped, ends, factor)
-
-
-class _Reached(NamedTuple):
-    """The tokens that the rows of sequences reach; int32 `[num_prompts]`.
-
-    Attributes:
-      table: `[num_prompts, columns]`, their blocks: at least a tile of tokens, and a multiple of the alignment.
-      lens: how many they are.
-      first_row: the position of the first row's token in its sequence.
-      start: of the first that a row sees; None for the sequence's first.
-      skipped: of the first in the table.
-    """
-
-    table: jax.Array
-    lens: jax.Array
-    first_row: jax.Array
-    start: jax.Array | None
-    skipped: jax.Array
-
-    @classmethod
-    def of(cls, dense: Dense, max_q_len: int, window: int | None, alignment: int) -> _Reached:
-        """Those of the first `max_q_len` rows."""
-        sequences, size = dense.sequences, dense.prompts.cache.spec.block_size
-        first_row = sequences.lens - sequences.q_lens
-        # What only rows that are left out see may be NaN, which a weight of 0 does not remove.
-        lens = jnp.minimum(sequences.lens, first_row + max_q_len)
-        start, table, skipped = None, sequences.table, jnp.zeros_like(first_row)
-        if window is not None:
-            table, start = reached_blocks(sequences, max_q_len, window, size)
-            skipped = start // size * size
-            lens = lens - skipped
-        step = alignment // math.gcd(alignment, size)
-        columns = max(table.shape[1], -(-kernel.TOKENS // size))
-        table = jnp.pad(table, ((0, 0), (0, -(-columns // step) * step - table.shape[1])), constant_values=-1)
-        return cls(table, lens, first_row, start, skipped)
-
-
-def _without_tokens_before(dense: jax.Array, start: jax.Array, size: int) -> jax.Array:
-    """Returns dense values with zeros for tokens before `start`, less than the block size `size`.
-
-    Tokens before a window may be NaN, which a weight of 0 does not remove.
-    """
-    is_reached = (jnp.arange(size)[None, :] >= start[:, None])[:, :, None, None]
-    block = jnp.where(is_reached, dense[:, :size], jnp.zeros((), dense.dtype))
-    # Computed before the update, or XLA would copy the whole array first.
-    return dense.at[:, :size].set(lax.optimization_barrier(block))
-
-
-def _in_place(
-    operands: kernel.Operands[jax.Array] | kernel.RaggedOperands[jax.Array],
-    results: tuple[jax.Array, jax.Array],
-    problem: kernel.PromptProblem,
-    config: kernel.PromptConfig,
-) -> tuple[jax.Array, jax.Array]:
-    out, lse = (jax.new_ref(x) for x in results)
-    # Zeros, which XLA does not know. It computes them with `ends`; a constant, or another shape, takes a kernel.
-    claims = jax.new_ref(jnp.minimum(operands.ends, 0))
-    kernel.attend(operands, out, lse, claims, problem, config)
-    return jax.freeze(out), jax.freeze(lse)

@@ -17,7 +17,6 @@ from jax import lax
 
 from kvjax.cache import KVCache
 from kvjax.kernels.attention import Softmax
-from kvjax.kernels.prompts import fp8
 from kvjax.ops import softmax
 from kvjax.ops.gather import gather_mosaic, token_mask
 from kvjax.ops.options import num_reached_blocks, prompts_at_once, restricting
@@ -244,8 +243,6 @@ class Dense(NamedTuple):
     Such elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
     keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
     2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
-    For products in fp8, whose keys and values `fp8_gather` gathers, the factor has the whole scale of the keys.
-    Beside near tokens all have the query's dtype, in which stored elements times that power of two are exact.
     Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
     the query's dtype if it is theirs, else all is float32.
 
@@ -265,8 +262,6 @@ class Dense(NamedTuple):
     def of(cls, prompts: Prompts, sequences: LayerSequences) -> Dense:
         """The rows, keys and values of some of the sequences."""
         spec, k_scale, num_heads = prompts.cache.spec, prompts.k_scale, prompts.query.shape[1]
-        if fp8.is_fp8(prompts.dtype):
-            return cls(prompts, sequences, of_each_head(k_scale, spec, num_heads), jnp.ones_like(k_scale))
         if spec.dtype.parts[0].info.layer_scale is None:
             return cls(prompts, sequences, jnp.ones(num_heads, jnp.float32), k_scale)
         rest, exponent = jnp.frexp(k_scale)

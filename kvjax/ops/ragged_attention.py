@@ -216,7 +216,6 @@ def _attend_mosaic(
     result = jax.ShapeDtypeStruct((num_tokens, num_heads, spec.head_size_v), query.dtype)
     nothing = kernel.join(jnp.where(rows.is_any, kernel.LEFT, -1), None, None, result)
     query, padded = prompt_kernel.padded(query, nothing)
-    heads = jnp.array([[options.sm_scale], [1.0], [-jnp.inf]], jnp.float32)
     operands = kernel.RaggedOperands(
         query,
         key,
@@ -227,9 +226,14 @@ def _attend_mosaic(
         kv_starts - first_present,
         first_present,
         ends,
-        jnp.broadcast_to(heads, (3, num_heads)),
+        jnp.full(1, options.sm_scale, jnp.float32),
     )
-    out, lse = prompt_kernel.attend_dense(operands, padded, kernel.PromptProblem(num_tokens, None, None), config)
+    problem = kernel.PromptProblem(num_tokens, None, None)
+
+    def attend_parts(parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return kernel.attend_dense(operands, parts, problem, config)
+
+    out, lse = prompt_kernel.by_splits(attend_parts, padded, int(config.splits))
     return out[0, :num_tokens], lse[0, :num_tokens]
 
 

@@ -1,4 +1,4 @@
-"""The prompt kernel: attention of long query chunks over dense keys and values, on Hopper's tensor cores.
+"""The prompt kernel: attention of long query chunks over tiles of keys and values, on Hopper's tensor cores.
 
 Two warpgroups take 64 query rows of a head each and take turns, so that one computes its softmax while the other
 multiplies, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Where a KV head has an even number of query
@@ -18,9 +18,13 @@ tokens, of which a row sees the last ones up to its own: those of an exact windo
 """
 
 from kvjax.kernels.prompts import fp8 as fp8
-from kvjax.kernels.prompts.launch import attend as attend
-from kvjax.kernels.prompts.operands import NearTokens as NearTokens
-from kvjax.kernels.prompts.operands import Operands as Operands
+from kvjax.kernels.prompts.any_prompts import PromptKind as PromptKind
+from kvjax.kernels.prompts.arrays import LotPages as LotPages
+from kvjax.kernels.prompts.arrays import PromptRows as PromptRows
+from kvjax.kernels.prompts.arrays import attend as attend
+from kvjax.kernels.prompts.arrays import found_of as found_of
+from kvjax.kernels.prompts.arrays import gather as gather
+from kvjax.kernels.prompts.launch import attend_dense as attend_dense
 from kvjax.kernels.prompts.operands import RaggedOperands as RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT as ALIGNMENT
 from kvjax.kernels.prompts.problem import MAX_HEAD_SIZE as MAX_HEAD_SIZE

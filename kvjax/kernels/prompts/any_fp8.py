@@ -1,4 +1,4 @@
-"""The tiles of products in fp8 in caller-owned memory, for any number of prompts, tokens and blocks.
+"""The tiles of products in fp8, for any number of prompts, tokens and blocks.
 
 Two kernels run before the prompt kernel: one finds what NVFP4's elements are divided by, and one makes pages tiles.
 """

@@ -1,8 +1,8 @@
-"""The prompt kernel over caller-owned memory, for any number of prompts, tokens and blocks.
+"""The prompt kernel over pages, for any number of prompts, tokens and blocks.
 
-Three kernels run one after another: `schedule` finds the prompts, the gather makes their pages tiles, and the prompt
-kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited amount of memory. With near
-tokens another schedule and another gather find those and make them tiles.
+Three kernels run one after another: `schedule` finds the prompts (for JAX arrays, XLA does), the gather makes their
+pages tiles, and the prompt kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited
+amount of memory. With near tokens another schedule and another gather find those and make them tiles.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _places(spec: AttentionSpec, part: KVCacheDType, ref: Ref, own: LotTokens, n
 
 @dataclasses.dataclass(frozen=True)
 class PromptKind:
-    """What a prompt kernel over caller-owned memory is compiled for.
+    """What a prompt kernel over tiles of pages is compiled for.
 
     Attributes:
       spec: the cache's; where pages are does not matter.
@@ -199,8 +199,8 @@ def splits(
 
 @functools.cache
 @with_origin
-def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
-    """The prompt kernel.
+def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = None) -> AnyCount:
+    """The prompt kernel, launched as `config` says, by default as `choose` does; its splits are a count.
 
     The arguments are the schedule's results, the query, tiles and bias, for NVFP4 in products in fp8 the units of
     `any_fp8.any_units`, k_scale and v_scale (each where its part of the dtype takes one), the sinks, if there are any,
@@ -209,8 +209,10 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
     `num_tokens` of near tokens.
     """
     spec, dtype = kind.spec, kind.dtype
-    with tracing_for(target):
-        config = choose(spec, 1, 1, kind.num_heads, 0, 1)
+    if config is None:
+        with tracing_for(target):
+            config = choose(spec, 1, 1, kind.num_heads, 0, 1)
+    launched = config
     scales = {
         name: scale_argument(name, size)
         for name, size, part in zip(SCALES, kind.scale_sizes, spec.dtype.parts, strict=True)
@@ -251,7 +253,7 @@ def any_prompts(kind: PromptKind, target: Target) -> AnyCount:
             of_near = dataclasses.replace(own, num_tokens=jnp.int32(counts["near_tokens"]), **near)
             own = dataclasses.replace(own, near=of_near)
         splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
-        attend(problem, dataclasses.replace(config, splits=splits), own, scratch)
+        attend(problem, dataclasses.replace(launched, splits=splits), own, scratch)
 
     results = result_arguments(kind.num_heads, spec.head_size_v, kind.query.dtype)
     arguments = (

@@ -1,4 +1,4 @@
-"""Pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
+"""Chunks of pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
 
 A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
 neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.
@@ -8,7 +8,6 @@ head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,12 +20,11 @@ from jax import lax
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, lanes, warpgroups
-from kvjax.kernels.aliases import Ref, Scalar
+from kvjax.kernels.aliases import Scalar
 from kvjax.kernels.launchable import Pages
 from kvjax.kernels.prompts import fp8
 from kvjax.kernels.registers import THREADS
 from kvjax.pages import PageRegion, swizzled_position
-from kvjax.spec import AttentionSpec
 
 TOKENS = fp8.BLOCK_TOKENS
 """Tokens of a program."""
@@ -202,82 +200,3 @@ def _nvfp4_model(codes: jax.Array, scales: jax.Array, units: jax.Array) -> list[
         x = quant.cast(x * (scale * unit), fp8.DTYPE)
         result |= lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32) << 8 * i
     return [result]
-
-
-class Gathered(NamedTuple):
-    """The tokens to gather.
-
-    Attributes:
-      table: int32 `[num_seqs, max_blocks]`.
-      lens: int32 `[num_seqs]`, the tokens of each sequence.
-      firsts: int32 `[num_seqs]`, the first of each whose value is read.
-      units: float32 `[2, num_seqs, num_kv_heads]`, what keys and values of NVFP4 are divided by: `fp8.unit_above`.
-    """
-
-    table: jax.Array
-    lens: jax.Array
-    firsts: jax.Array
-    units: jax.Array
-
-
-def gather(pages: jax.Array, sequences: Gathered, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Keys `[num_seqs, num_tokens, num_kv_heads, head_size]` and values `[.., num_kv_heads, head_size_v, num_tokens]`.
-
-    `pages` are flat bytes, `[num_blocks, page_size_bytes]`. Tokens from the length on, in no block of the cache, and
-    values before the first token are zeros; so tokens that are not read may be NaN.
-    """
-    (num_seqs, max_blocks), heads = sequences.table.shape, spec.num_kv_heads
-    num_tokens = max_blocks * spec.block_size
-    per_block = spec.block_size // TOKENS
-    last_block = pages.shape[0] - 1
-
-    def body(table: Ref, lens: Ref, firsts: Ref, units: Ref, page_ref: Ref, *dense: Ref) -> None:
-        program = lax.axis_index("program")
-        entry, part_of_block = lax.div(program, jnp.int32(per_block)), lax.rem(program, jnp.int32(per_block))
-        seq = lax.div(entry, jnp.int32(max_blocks))
-        position = lax.rem(entry, jnp.int32(max_blocks)) * spec.block_size + part_of_block * TOKENS
-        page = table[entry]
-        is_page = (page >= 0) & (page <= last_block)
-        num_valid = jnp.where(is_page, lens[seq] - position, 0)
-        page = jnp.clip(page, 0, last_block)
-        for i, (dtype, regions, size, ref) in enumerate(
-            zip(spec.dtype.parts, spec.regions, spec.head_sizes, dense, strict=True)
-        ):
-            inverse = functools.partial(_load_inverse, units, (i * num_seqs + seq) * heads)
-            part = Part(dtype, Pages(page_ref, regions, spec.page_size_bytes), size, heads, inverse)
-            first_valid = firsts[seq] - position if i else jnp.int32(0)
-            chunk = Neighbours(page, part_of_block * TOKENS, first_valid, num_valid)
-            place = functools.partial(_store_dense, ref, seq, position, num_tokens, (heads, size), bool(i))
-            store_chunk(part, chunk, bool(i), place)
-
-    words = [num_seqs * num_tokens * heads * size // 4 for size in spec.head_sizes]
-    out_type = tuple(jax.ShapeDtypeStruct((count,), jnp.int32) for count in words)
-    kernel = compat.program_kernel("gather_fp8", body, num_seqs * max_blocks * per_block, out_type)
-    inverse = lax.bitcast_convert_type((1 / sequences.units).astype(jnp.float16), jnp.uint16)
-    units = (inverse.astype(jnp.int32) * 0x10001).reshape(-1)
-    keys, values = kernel(sequences.table.reshape(-1), sequences.lens, sequences.firsts, units, pages)
-    size, size_v = spec.head_sizes
-    keys, values = (lax.bitcast_convert_type(x, fp8.DTYPE) for x in (keys, values))
-    return keys.reshape(num_seqs, num_tokens, heads, size), values.reshape(num_seqs, heads, size_v, num_tokens)
-
-
-def _load_inverse(units: Ref, first: Scalar, head: jax.Array) -> jax.Array:
-    return lanes.load_global(units, compat.layout_cast(head + first, lanes.LAYOUT))
-
-
-def _store_dense(
-    ref: Ref,
-    seq: Scalar,
-    position: Scalar,
-    num_tokens: int,
-    row: tuple[int, int],
-    transposed: bool,
-    *of_words: Scalar,
-) -> None:
-    """Stores words of a head and dim; see `Store`."""
-    (heads, size), (head, dim, token, words, condition) = row, of_words
-    if transposed:
-        index = ((seq * heads + head) * size + dim) * (num_tokens // 4) + (position >> 2)
-    else:
-        index = ((seq * num_tokens + position + token) * heads + head) * (size // 4) + (dim >> 2)
-    lanes.store_global_words(ref, compat.layout_cast(index, lanes.LAYOUT), words, condition)

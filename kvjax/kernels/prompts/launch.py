@@ -1,17 +1,18 @@
-"""Launches the prompt kernel."""
+"""The prompt kernel of a body, and its launch over JAX's dense keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import DType, Kernel, Ref, ScratchType
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.operands import DenseArrays, Operands, RaggedArrays, RaggedOperands
+from kvjax.kernels.prompts.operands import RaggedArrays, RaggedOperands
 from kvjax.kernels.prompts.problem import ALIGNMENT, ROWS, WARPGROUPS, PromptConfig, PromptProblem, block_shape
 from kvjax.kernels.prompts.queue import Claimed
 from kvjax.kernels.prompts.rows import Scratch, run
@@ -20,48 +21,42 @@ from kvjax.kernels.target import current
 _COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
-def attend(
-    operands: Operands[jax.Array] | RaggedOperands[jax.Array],
-    out: jax.Ref,
-    lse: jax.Ref,
-    claims: jax.Ref,
+def attend_dense(
+    operands: RaggedOperands[jax.Array],
+    results: tuple[jax.Array, jax.Array],
     problem: PromptProblem,
     config: PromptConfig,
-) -> None:
-    """Attends and stores results in place.
+) -> tuple[jax.Array, jax.Array]:
+    """Stores results among `results`, in place where these are donated, and returns them.
 
     Args:
       operands: arrays.
-      out: reference to float16 or bfloat16 `[splits, num_tokens, num_heads, head_size_v]`.
-      lse: reference to float32 `[splits, num_tokens, num_heads]`, natural logarithms.
-      claims: reference to int32 `[num_prompts]`, 0; the kernel counts in the first one.
-      problem: see there.
+      results: float16 or bfloat16 `[splits, num_tokens, num_heads, head_size_v]`, and the log-sum-exp, float32
+        `[splits, num_tokens, num_heads]`, natural logarithms.
+      problem: without near tokens.
       config: how to launch it.
     """
     query, keys, values = operands[:3]
-    near = operands.near if isinstance(operands, Operands) else None
-    num_tokens, num_kv_heads, size = keys.shape[-3:]
-    sizes = num_tokens, *(() if near is None else (near.keys.shape[1],))
-    if query.shape[0] < ROWS or min(sizes) < config.tokens or any(each % ALIGNMENT for each in sizes):
-        raise ValueError(f"got {query.shape[0]} rows and {sizes} tokens, expected what Operands describes")
-    if (near is None) != (problem.near is None):
-        raise ValueError(f"{problem.near=} and {near=}, expected both or neither")
+    num_tokens, num_kv_heads, size = keys.shape
+    if query.shape[0] < ROWS or num_tokens < config.tokens or num_tokens % ALIGNMENT:
+        raise ValueError(f"got {query.shape[0]} rows and {num_tokens} tokens, expected what RaggedOperands describes")
     heads, rows = block_shape(query.shape[1], num_kv_heads)
     num_prompts = operands.q_lens.shape[0]
     most_items = num_prompts * -(-problem.max_q_len // rows) * (query.shape[1] // heads) * int(config.splits)
-    flat, structure = jax.tree.flatten(operands)
-    count = len(flat)
+    count = len(operands)
 
     def body(*refs: Ref) -> None:
-        own, results, scratch = refs[:count], refs[count : count + 3], Scratch(*refs[count + 3 :])
-        given = jax.tree.unflatten(structure, own)
-        arrays = (RaggedArrays if isinstance(operands, RaggedOperands) else DenseArrays)(given, *results)
-        run(problem, config, arrays, scratch)
+        arrays = RaggedArrays(RaggedOperands(*refs[:count]), *refs[count : count + 3])
+        run(problem, config, arrays, Scratch(*refs[count + 3 :]))
 
-    columns = size, values.shape[-2 if fp8.is_fp8(keys.dtype) else -1], keys.dtype
+    columns = size, values.shape[2], keys.dtype
     ready = plgpu.Barrier(num_barriers=config.stages)
     kernel = kernel_of(body, problem, config, columns, ready, max(1, min(most_items, current().multiprocessors)))
-    kernel(*flat, out, lse, claims)
+    out, lse = (jax.new_ref(x) for x in results)
+    # Zeros, which XLA does not know. It computes them with `ends`; a constant, or another shape, takes a kernel.
+    claims = jax.new_ref(jnp.minimum(operands.ends, 0))
+    kernel(*operands, out, lse, claims)
+    return jax.freeze(out), jax.freeze(lse)
 
 
 def kernel_of(

@@ -1,4 +1,4 @@
-"""What the kernels over a lot of prompts in caller-owned memory share: which tokens a program takes, and tiles."""
+"""What the kernels over a lot of prompts share: which tokens a program takes, and tiles."""
 
 from __future__ import annotations
 

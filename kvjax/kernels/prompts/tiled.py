@@ -1,4 +1,4 @@
-"""How the prompt kernel reads and writes caller-owned memory: keys and values in tiles."""
+"""How the prompt kernel reads and writes caller-owned memory, or JAX arrays as such: keys and values in tiles."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kvjax.kernels import compat, tiles
 from kvjax.kernels.aliases import Barriers, Ref, Scalar
 from kvjax.kernels.prompts import fp8
-from kvjax.kernels.prompts.operands import Stage, by_bias
+from kvjax.kernels.prompts.operands import Stage
 from kvjax.kernels.prompts.problem import ROWS, TOKENS
 
 FIELDS = "seq", "q_start", "q_len", "position", "first_absent", "end", "first_block", "first_seen"
 """What is known of a prompt: a row of int32 numbers.
 
-`seq` is its sequence, `q_start` to `end` are as in `Operands`, counted from the first token of block `first_block` of
-its row of the block table on. `first_seen` is the first token that a row sees.
+`seq` is its sequence, `q_start` to `end` are as in `PromptArrays`, tokens counted from the first one of block
+`first_block` of its row of the block table on. `first_seen` is the first token that a row sees.
 """
 
 
@@ -31,7 +31,7 @@ _NO_TILE = 1 << 23
 
 @dataclasses.dataclass(frozen=True)
 class _CallerArrays:
-    """Caller-owned memory, whose copies take no descriptors.
+    """Memory whose copies take no descriptors.
 
     Attributes:
       num_heads: as in `PromptArrays`.
@@ -164,7 +164,9 @@ class TiledArrays(_CallerArrays):
         return jnp.float32(-jnp.inf) if self.sinks is None else self.sinks[head]
 
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:  # noqa: D102
-        return by_bias(self.bias, prompt * self.num_tokens + first, token)
+        start = prompt * self.num_tokens + first
+        of_tile = compat.load(self.bias.at[pl.ds(start, token.shape[1])], plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(of_tile, token.shape, [1]) == 0
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:  # noqa: D102
         row = (prompt * self.num_kv_heads + kv_head) * self.num_tokens + first
@@ -179,7 +181,7 @@ RAGGED_FIELDS = "q_start", "q_len", "position", "base", "first_present", "end"
 """What is known of a prompt of `RaggedTiles`: a row of int32 numbers.
 
 `base` is the token that the others are counted from, a multiple of `ALIGNMENT`, `first_present` the sequence's first
-one and `end` the one after its last; the others are as in `Operands`.
+one and `end` the one after its last; the others are as in `PromptArrays`.
 """
 
 
