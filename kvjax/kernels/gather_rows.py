@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from kvjax.kernels.launchable import (
     Argument,
     Number,
     PageMemory,
-    Pages,
     RowMemory,
+    array_memory,
     page_arguments,
     scale_arguments,
     why_not_elements,
@@ -45,50 +45,12 @@ ROWS = 4
 """Rows of a program. Where they are loaded one by one, each thread has eight loads in flight, half of rope keys."""
 
 
-class RowArrays(NamedTuple):
-    """The tokens to gather, one for each row of the result, and how they are stored.
-
-    Attributes:
-      page: int32 `[num_rows]`: the page of each token; negative for none, whose row is zeros.
-      token: int32 `[num_rows]`: its index in the page.
-      k_scale: float32 `[1]`.
-      v_scale: likewise.
-    """
-
-    page: jax.Array
-    token: jax.Array
-    k_scale: jax.Array
-    v_scale: jax.Array
-
-
-def gather_rows(
-    pages: Sequence[jax.Array], arrays: RowArrays, spec: AttentionSpec, dtype: DType
-) -> tuple[jax.Array, ...]:
-    """Latents and, where there are any, rope keys `[num_rows, size]` of `dtype`.
-
-    `pages` are the same flat pages `[num_pages, page_elements]` for each of both, in the elements of `page_dtypes`.
-    """
-    num_rows, codecs = arrays.page.shape[0], codecs_of(spec)
-
-    def body(page: Ref, token: Ref, *refs: Ref) -> None:
-        scales, own_pages, dense = refs[:2], refs[2 : 2 + len(codecs)], refs[2 + len(codecs) :]
-        operands = [
-            GatherOperand(codec, Pages(own, regions, spec.page_size_bytes), scale, into)
-            for codec, own, regions, scale, into in zip(codecs, own_pages, spec.regions, scales, dense, strict=False)
-        ]
-        _gather(page, token, num_rows, operands, spec, dtype)
-
-    kernel = _kernel(body, -(-num_rows // ROWS), out_type=dense_types(spec, num_rows, dtype))
-    results = kernel(*arrays, *pages[: len(codecs)])
-    return tuple((x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(num_rows, -1) for x in results)
-
-
 @with_origin
 def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[RowMemory, ...]) -> AnyCount:
-    """The same of caller-owned memory, for any number of rows.
+    """The gather of any number of rows; `pages` and `dense` are of latents and, where there are any, of rope keys.
 
-    The arguments are the page and the token of each row, int32, k_scale, v_scale, the pages of latents and, where there
-    are any, of rope keys, and the rows of these.
+    The arguments are the page of each row's token, negative for a row of zeros, and the token's index there, both
+    int32, k_scale, v_scale, the pages, and the rows to fill.
 
     Raises:
       UnsupportedError: no kernel decodes the dtype, or reads elements at such addresses.
@@ -126,8 +88,7 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
 
 def why_not(spec: AttentionSpec, target: Target | None = None) -> str | None:
     """Why the kernel cannot gather rows of a JAX array with pages of a spec; None where it can, on any `target`."""
-    size = spec.page_size_bytes
-    return why_not_pages(spec) or why_not_elements(spec, [PageMemory(each, size, size) for each in spec.regions])
+    return why_not_pages(spec) or why_not_elements(spec, array_memory(spec))
 
 
 _kernel = functools.partial(compat.program_kernel, "gather_mla")
@@ -164,11 +125,8 @@ def _gather(
 
 
 def _rows_of(dense: Ref, row: jax.Array, number: int, of: jax.ShapeDtypeStruct) -> Ref:
-    """Rows of a result: of an array of such rows, or of elements that begin with them."""
-    own = dense.at[pl.ds(row, number)]
-    if len(dense.shape) == len(of.shape):
-        return own
-    return own.at[:, pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
+    """Rows of a result, of the type `of` one row, which the elements of each token begin with."""
+    return dense.at[pl.ds(row, number), pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
 
 
 def _as_elements(rows: jax.Array, dtype: DType) -> jax.Array:
