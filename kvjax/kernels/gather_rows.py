@@ -8,6 +8,7 @@ Tokens that are neighbours in a page, as most are, are loaded together, by wider
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,7 +70,6 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
         ]
         _gather(arrays["page"], arrays["token"], counts["num_rows"], operands, spec, dtype)
 
-    as_rows = [functools.partial(_as_elements, dtype=of.dtype) for of in dense_types(spec, 1, dtype)]
     return AnyCount(
         body,
         functools.partial(_kernel, grid=ANY_LENGTH),
@@ -79,7 +79,10 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
             Argument("token", indices),
             *scale_arguments(spec, (1, 1), (None, None)),
             *page_arguments(spec, pages),
-            *(rows.argument(name, to) for rows, name, to in zip(dense, dense_names, as_rows, strict=True)),
+            *itertools.starmap(
+                _dense_argument,
+                zip(dense_names, dense, spec.part_sizes[: len(codecs)], dense_types(spec, 1, dtype), strict=True),
+            ),
         ),
         writes=dense_names,
         num_programs=lambda num_rows: -(-num_rows // ROWS),
@@ -125,8 +128,19 @@ def _gather(
 
 
 def _rows_of(dense: Ref, row: jax.Array, number: int, of: jax.ShapeDtypeStruct) -> Ref:
-    """Rows of a result, of the type `of` one row, which the elements of each token begin with."""
-    return dense.at[pl.ds(row, number), pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
+    """Rows of a result: of an array of such rows, or of elements that begin with them."""
+    own = dense.at[pl.ds(row, number)]
+    if len(dense.shape) == len(of.shape):
+        return own
+    return own.at[:, pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
+
+
+def _dense_argument(name: str, rows: RowMemory, size: int, of: jax.ShapeDtypeStruct) -> Argument:
+    """The argument for rows of so many elements to fill, which are of the type `of` one row."""
+    if rows.token_stride == size:
+        # An array of such rows: interpret mode takes minutes to store to parts of a reshaped reference.
+        return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *of.shape[1:]), of.dtype))
+    return rows.argument(name, functools.partial(_as_elements, dtype=of.dtype))
 
 
 def _as_elements(rows: jax.Array, dtype: DType) -> jax.Array:
