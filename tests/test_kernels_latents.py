@@ -110,6 +110,29 @@ def test_a_gather_of_rows_that_are_neighbours_in_different_blocks_only(num_token
         assert not part[5:6].any()
 
 
+@pytest.mark.parametrize(
+    "name", ["fp8_ds_mla", *(pytest.param(x, marks=pytest.mark.full) for x in ("bfloat16", "nvfp4"))]
+)
+def test_gathers_of_layers_in_a_scan_and_under_vmap(name: str):
+    """Layers that are traced, two of which do not exist, and ranges that are mapped."""
+    cache = poisoned(spec_of(name, (128, 16)), num_layers=3)
+    read = functools.partial(gather_mla, cache, TABLE, BOUNDS, num_tokens=NUM_ROWS, scale=0.0371, dtype="bfloat16")
+    mapped = np.stack([STARTS, np.zeros_like(STARTS)])
+
+    def scan(**given: Any) -> Any:
+        return jax.lax.scan(lambda carry, layer: (carry, read(layer=layer, **given)), 0, jnp.arange(-1, 4))[1]
+
+    def vmap(**given: Any) -> Any:
+        return jax.vmap(lambda starts: read(layer=1, seq_starts=starts, **given))(mapped)
+
+    for run in (scan, vmap):
+        with interpret_mode():
+            got = [np.asarray(x) for x in jax.jit(functools.partial(run, implementation="mosaic"))()]
+        for part, want in zip(got, run(implementation="xla"), strict=True):
+            assert_same_bytes(part, np.asarray(want))
+            assert part[1].any()
+
+
 def test_a_gather_of_blocks_smaller_than_a_program():
     cache = poisoned(spec_of("nvfp4", (128, 16), 2))
     read = functools.partial(gather_mla, cache, np.array([[1, 0, 3]]), np.array([0, 6]), num_tokens=7, dtype="float16")

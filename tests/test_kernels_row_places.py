@@ -105,10 +105,35 @@ def test_places_of_random_ranges(seed: int):
     assert run(ranges) == expected(ranges)
 
 
-def test_one_kernel_serves_every_call():
-    kernel = row_places_kernel()
-    assert kernel is row_places_kernel()
-    assert kernel.origin.make().counts == kernel.counts  # as another process makes it
+@pytest.mark.parametrize("layer", [None, 1, 2, -1])
+def test_ranges_that_are_known_by_their_ends(layer: int | None):
+    """As in JAX: with a sequence of another share, which ends at 0, a range from before token 0, and in two layers."""
+    ranges = Ranges([[3, 1], [0, 2], [5, -1], [4, 6]], [5, 3, 4, 6], 20)
+    seq_lens = np.array([7, 0, 6, 3], np.int32)
+    num_layers = None if layer is None else 2
+    kernel = row_places_kernel(by_ends=True, num_layers=num_layers)
+    arrays = {"block_table": np.array(ranges.table, np.int32), "seq_lens": seq_lens, "layer": np.int32(layer or 0)}
+    arrays |= {"starts": ranges.bounds[:-1], "ends": ranges.bounds[1:]}
+    given = {name: jnp.asarray(x) for name, x in arrays.items()}
+    given |= dict.fromkeys(kernel.writes, jax.ShapeDtypeStruct((ranges.num_rows,), jnp.int32))
+    with interpret_mode(detect_races=True):
+        places = kernel.of_arrays((ranges.num_rows, 4, 2, 2, NUM_BLOCKS - 1, 4), ranges.num_rows, given)
+        pages, tokens = (np.array(places[name]) for name in ("page", "token"))
+    blocks = [*[3, 3, 1, 1, 1], *[-1] * 3, *[5, 5, -1, -1], *[-1] * 3, *[4, 4, 4], -1, -1]
+    if layer is None:
+        expected_pages = blocks
+    else:
+        expected_pages = [2 * block + layer if block >= 0 and layer in {0, 1} else -1 for block in blocks]
+    assert pages.tolist() == expected_pages
+    assert tokens[np.array(blocks) >= 0].tolist() == [2, 3, 0, 1, 2, 2, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("given", [{}, {"by_ends": True, "num_layers": 3}], ids=["firsts", "ends"])
+def test_one_kernel_serves_every_call(given: dict[str, Any]):
+    kernel = row_places_kernel(**given)
+    assert kernel is row_places_kernel(**given)
+    made = kernel.origin.make()  # as another process makes it
+    assert (made.counts, made.arguments) == (kernel.counts, kernel.arguments)
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))

@@ -8,9 +8,10 @@ Tokens that are neighbours in a page, as most are, are loaded together, by wider
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ from kvjax.kernels.launchable import (
     Argument,
     Number,
     PageMemory,
-    Pages,
     RowMemory,
+    array_memory,
     page_arguments,
     scale_arguments,
     why_not_elements,
@@ -45,50 +46,12 @@ ROWS = 4
 """Rows of a program. Where they are loaded one by one, each thread has eight loads in flight, half of rope keys."""
 
 
-class RowArrays(NamedTuple):
-    """The tokens to gather, one for each row of the result, and how they are stored.
-
-    Attributes:
-      page: int32 `[num_rows]`: the page of each token; negative for none, whose row is zeros.
-      token: int32 `[num_rows]`: its index in the page.
-      k_scale: float32 `[1]`.
-      v_scale: likewise.
-    """
-
-    page: jax.Array
-    token: jax.Array
-    k_scale: jax.Array
-    v_scale: jax.Array
-
-
-def gather_rows(
-    pages: Sequence[jax.Array], arrays: RowArrays, spec: AttentionSpec, dtype: DType
-) -> tuple[jax.Array, ...]:
-    """Latents and, where there are any, rope keys `[num_rows, size]` of `dtype`.
-
-    `pages` are the same flat pages `[num_pages, page_elements]` for each of both, in the elements of `page_dtypes`.
-    """
-    num_rows, codecs = arrays.page.shape[0], codecs_of(spec)
-
-    def body(page: Ref, token: Ref, *refs: Ref) -> None:
-        scales, own_pages, dense = refs[:2], refs[2 : 2 + len(codecs)], refs[2 + len(codecs) :]
-        operands = [
-            GatherOperand(codec, Pages(own, regions, spec.page_size_bytes), scale, into)
-            for codec, own, regions, scale, into in zip(codecs, own_pages, spec.regions, scales, dense, strict=False)
-        ]
-        _gather(page, token, num_rows, operands, spec, dtype)
-
-    kernel = _kernel(body, -(-num_rows // ROWS), out_type=dense_types(spec, num_rows, dtype))
-    results = kernel(*arrays, *pages[: len(codecs)])
-    return tuple((x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)).reshape(num_rows, -1) for x in results)
-
-
 @with_origin
 def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[RowMemory, ...]) -> AnyCount:
-    """The same of caller-owned memory, for any number of rows.
+    """The gather of any number of rows; `pages` and `dense` are of latents and, where there are any, of rope keys.
 
-    The arguments are the page and the token of each row, int32, k_scale, v_scale, the pages of latents and, where there
-    are any, of rope keys, and the rows of these.
+    The arguments are the page of each row's token, negative for a row of zeros, and the token's index there, both
+    int32, k_scale, v_scale, the pages, and the rows to fill.
 
     Raises:
       UnsupportedError: no kernel decodes the dtype, or reads elements at such addresses.
@@ -107,7 +70,6 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
         ]
         _gather(arrays["page"], arrays["token"], counts["num_rows"], operands, spec, dtype)
 
-    as_rows = [functools.partial(_as_elements, dtype=of.dtype) for of in dense_types(spec, 1, dtype)]
     return AnyCount(
         body,
         functools.partial(_kernel, grid=ANY_LENGTH),
@@ -117,7 +79,10 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
             Argument("token", indices),
             *scale_arguments(spec, (1, 1), (None, None)),
             *page_arguments(spec, pages),
-            *(rows.argument(name, to) for rows, name, to in zip(dense, dense_names, as_rows, strict=True)),
+            *itertools.starmap(
+                _dense_argument,
+                zip(dense_names, dense, spec.part_sizes[: len(codecs)], dense_types(spec, 1, dtype), strict=True),
+            ),
         ),
         writes=dense_names,
         num_programs=lambda num_rows: -(-num_rows // ROWS),
@@ -126,8 +91,7 @@ def any_rows(spec: AttentionSpec, pages: tuple[PageMemory, ...], dense: tuple[Ro
 
 def why_not(spec: AttentionSpec, target: Target | None = None) -> str | None:
     """Why the kernel cannot gather rows of a JAX array with pages of a spec; None where it can, on any `target`."""
-    size = spec.page_size_bytes
-    return why_not_pages(spec) or why_not_elements(spec, [PageMemory(each, size, size) for each in spec.regions])
+    return why_not_pages(spec) or why_not_elements(spec, array_memory(spec))
 
 
 _kernel = functools.partial(compat.program_kernel, "gather_mla")
@@ -169,6 +133,14 @@ def _rows_of(dense: Ref, row: jax.Array, number: int, of: jax.ShapeDtypeStruct) 
     if len(dense.shape) == len(of.shape):
         return own
     return own.at[:, pl.ds(0, math.prod(of.shape))].reshape(number, *of.shape[1:])
+
+
+def _dense_argument(name: str, rows: RowMemory, size: int, of: jax.ShapeDtypeStruct) -> Argument:
+    """The argument for rows of so many elements to fill, which are of the type `of` one row."""
+    if rows.token_stride == size:
+        # An array of such rows: interpret mode takes minutes to store to parts of a reshaped reference.
+        return Argument(name, jax.ShapeDtypeStruct((ANY_LENGTH, *of.shape[1:]), of.dtype))
+    return rows.argument(name, functools.partial(_as_elements, dtype=of.dtype))
 
 
 def _as_elements(rows: jax.Array, dtype: DType) -> jax.Array:

@@ -67,7 +67,7 @@ class RowMemory:
     alignment: int
 
     @classmethod
-    def of(cls, x: jax.Array) -> RowMemory:
+    def of(cls, x: Operand) -> RowMemory:
         """That of a JAX array `[num_tokens, ...]`."""
         token_stride = math.prod(x.shape[1:])
         return cls(x.dtype, token_stride, math.gcd(token_stride * x.dtype.itemsize, compat.BASE_ALIGNMENT))
@@ -188,7 +188,8 @@ class AnyCount:
         constant memory, and a program that waits for another line takes 0.1 us longer.
       writes: names of the arguments that the kernel writes.
       num_programs: number of programs along the last axis of the grid, given the number of tokens of a write, of
-        entries of the block table of a gather, or of sequences of a merge; or several numbers, if it says so.
+        entries of the block table of a gather or rows of one of ranges, or of sequences of a merge; or several numbers,
+        if it says so.
       origin: what made it.
     """
 

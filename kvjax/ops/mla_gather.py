@@ -14,8 +14,8 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax.cache import KVCache, local_view
 from kvjax.cache_views import flat_pages, pages_of
 from kvjax.kernels import gather_rows as kernel
-from kvjax.kernels import row_places
-from kvjax.kernels.launchable import page_dtypes
+from kvjax.kernels.launchable import PAGES, SCALES, RowMemory, array_memory
+from kvjax.kernels.row_places import any_places
 from kvjax.ops import select
 from kvjax.ops.arguments import (
     INDEX_DTYPES,
@@ -30,7 +30,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.gather import last_blocks, own_sequences, result_dtype
 from kvjax.ops.prompts import RowSequences
-from kvjax.ops.rows import KEYS, VALUES, decode_rows, from_array_dtype, page_rows
+from kvjax.ops.rows import KEYS, VALUES, decode_rows, page_rows
 from kvjax.ops.value_checks import check_cumulative, check_sequences, check_starts, is_checked
 from kvjax.partition import Signature
 from kvjax.spec import AttentionSpec, as_int
@@ -169,13 +169,17 @@ def _gather_mosaic(
     ranges, spec = _Ranges._make(arrays), cache.spec
     if not num_tokens or not ranges.block_table.size:
         return _no_rows(spec, num_tokens, dtype)
-    pages, scale = flat_pages(cache), ranges.scale.reshape(1)
-    places = row_places.row_places(
-        row_places.RangeArrays(*ranges[:-1]), num_tokens, spec.block_size, pages.shape[0], cache.num_layers or 1
-    )
-    rows = kernel.RowArrays(*places, scale, scale)
-    views = [from_array_dtype(pages, each) for each in page_dtypes(spec)]
-    kv_c, *k_pe = (x[None] for x in kernel.gather_rows(views, rows, spec, dtype))
+    num_layers = None if ranges.layer is None else cache.num_layers
+    num_seqs, max_blocks = ranges.block_table.shape
+    counts = num_tokens, num_seqs, max_blocks, max_blocks, cache.num_blocks - 1, spec.block_size
+    find = any_places(by_ends=True, num_layers=num_layers)
+    places = dict.fromkeys(find.writes, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
+    read = find.of_arrays(counts, num_tokens, ranges._asdict() | places)
+    dense = [jax.ShapeDtypeStruct((num_tokens, size), dtype) for size in spec.part_sizes if size]
+    gather = kernel.any_rows(spec, array_memory(spec)[: len(dense)], tuple(map(RowMemory.of, dense)))
+    read |= dict.fromkeys(PAGES, cache.kv) | dict.fromkeys(SCALES, ranges.scale)
+    rows = gather.of_arrays([num_tokens], num_tokens, read | dict(zip(gather.writes, dense, strict=True)))
+    kv_c, *k_pe = (x[None] for x in rows.values())
     return kv_c, k_pe[0] if k_pe else kv_c[..., :0]
 
 
