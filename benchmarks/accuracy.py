@@ -62,6 +62,13 @@ CHOICES = (
 )
 """Dtypes that layers' are chosen of."""
 
+ROTATED = (
+    kvjax.KVCacheDType.FP8_E4M3,
+    kvjax.KVCacheDType.FP8_K_NVFP4_4OVER6_V,
+    kvjax.KVCacheDType.FP8_K_NVFP4_V,
+)
+"""Dtypes that are measured with all layers' keys rotated, too."""
+
 WINDOWED = kvjax.KVCacheDType.NVFP4_4OVER6
 """The dtype that exact windows are measured with."""
 
@@ -183,10 +190,13 @@ def choose(
     return chosen
 
 
-def requests(chosen: Callable[[float, bool], Request]) -> dict[str, Request]:
-    """Returns what to measure, by name."""
+def requests(layers: tuple[Any, ...], chosen: Callable[[float, bool], Request]) -> dict[str, Request]:
+    """Returns what to measure of a model with these `layers`, by name."""
     dtypes = DTYPES.value or list(MEASURED)
     wanted = {dtype.value: Request(dtype) for dtype in dtypes}
+    for dtype in ROTATED:
+        if dtype in dtypes:
+            wanted[f"{dtype.value}, keys rotated"] = Request(dtype, key_rotation=layers)
     windows = WINDOWS.value or (64,)
     for size in windows:
         wanted[f"{WINDOWED.value}, {size} exact"] = Request(WINDOWED, size)
@@ -201,7 +211,7 @@ def requests(chosen: Callable[[float, bool], Request]) -> dict[str, Request]:
 
 def measure(model: Pretrained, position: int, of: Texts, samples: list[list[Attended]]) -> list[Row]:
     """Returns a row for each request, with scales and choices by `samples`."""
-    wanted = requests(choose(model, position, of.calibration, samples))
+    wanted = requests(model.kv_config.layer_indices, choose(model, position, of.calibration, samples))
     plain: dict[str, list[Divergence]] = {name: [] for name in wanted}
     recall: dict[str, list[Divergence]] = {name: [] for name in wanted}
     for results, texts_of, first_share in ((plain, of.plain, 0), (recall, of.repeated, 0.5)):

@@ -24,6 +24,7 @@ full = pytest.mark.full  # a whole run of the program
 
 ROOT = Path(__file__).parents[1]
 DTYPES = ["float32", "fp8_e4m3", "nvfp4"]
+ROTATED = "fp8_e4m3, keys rotated"
 WINDOWED = "nvfp4_4over6, 24 exact"
 
 
@@ -55,14 +56,14 @@ def test_every_dtype_and_choice_has_a_row_at_each_position(rows):
     chosen = [
         f"chosen, at most 6 bits{rotated}{exact}" for rotated in ("", ", keys rotated") for exact in ("", ", 24 exact")
     ]
-    assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, WINDOWED, *chosen)]
+    assert [*rows] == [(name, position) for position in (0, 40) for name in (*DTYPES, ROTATED, WINDOWED, *chosen)]
     assert {name: row["bits"] for (name, _), row in rows.items() if name in DTYPES} == {
         "float32": 32,
         "fp8_e4m3": 8,
         "nvfp4": 4.5,
     }
-    assert rows[WINDOWED, 0]["bits"] == 4.5
-    assert all(row["bits"] <= 6 for (name, _), row in rows.items() if name not in DTYPES)
+    assert (rows[ROTATED, 0]["bits"], rows[WINDOWED, 0]["bits"]) == (8, 4.5)
+    assert all(row["bits"] <= 6 for (name, _), row in rows.items() if name in chosen)
 
 
 @full
