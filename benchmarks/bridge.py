@@ -116,24 +116,24 @@ def eager_calls() -> dict[str, Call]:
 
 
 def attention_calls() -> dict[str, Call]:
-    """Returns eager steps of `DECODE_TOKENS` short sequences, whose host time is measured, and into given memory."""
+    """Returns calls whose host time is measured. A ragged step is a prompt beside 7 sequences that decode."""
     _, _, key_cache, value_cache, _ = new_write(CASE, EAGER_DTYPE)
     query = torch.randn((DECODE_TOKENS, QUERY_HEADS, CASE.head_size), device=device()).to(torch.bfloat16)
-    out = torch.empty_like(query)
-    table = torch.arange(2 * DECODE_TOKENS, dtype=torch.int32, device=device()).view(DECODE_TOKENS, 2)
-    seq_lens = torch.full((DECODE_TOKENS,), 2 * shapes.BLOCK_SIZE, dtype=torch.int32, device=device())
-    cu_q_lens = torch.arange(DECODE_TOKENS + 1, dtype=torch.int32, device=device())
-    cache, stored = (query, key_cache, value_cache), (EAGER_DTYPE.value, *scale_tensors())
-    decode = functools.partial(kvjax_torch.paged_attention, *cache, table, seq_lens, *stored)
-    limits = {"max_q_len": 1, "max_prompts": 0, "decode_q_len": 1}
-    step = *cache, table, seq_lens, cu_q_lens, *stored
-    ragged = functools.partial(kvjax_torch.ragged_paged_attention, *step, **limits)
-    return {
-        "paged_attention": decode,
-        "paged_attention, out=": functools.partial(decode, out=out),
-        "ragged_paged_attention": ragged,
-        "ragged_paged_attention, out=": functools.partial(ragged, out=out),
-    }
+    table = torch.arange(2 * DECODE_TOKENS, dtype=torch.int32, device=device())
+    lens = torch.full((DECODE_TOKENS,), 2 * shapes.BLOCK_SIZE, dtype=torch.int32, device=device())
+    cu_q_lens = torch.tensor([0, *range(DECODE_TOKENS - 7, DECODE_TOKENS + 1)], dtype=torch.int32, device=device())
+    stored, sizes = (EAGER_DTYPE.value, *scale_tensors()), {"max_q_len": DECODE_TOKENS, "max_prompts": 1}
+    cache, tables, out = (query, key_cache, value_cache), [table.view(n, -1) for n in (64, 8)], torch.empty_like(query)
+    decode = functools.partial(kvjax_torch.paged_attention, *cache, tables[0])
+    step = functools.partial(kvjax_torch.ragged_paged_attention, *cache, tables[1], 8 * lens[:8], **sizes)
+    calls = {"paged_attention": (decode, lens), "ragged_paged_attention": (step, cu_q_lens)}
+    found: dict[str, Call] = {}
+    for name, (call, last) in calls.items():
+        found[name] = functools.partial(call, last, *stored)
+        found[f"{name}, out="] = functools.partial(call, last, *stored, out=out)
+        # 64-bit numbers are converted, so each call is planned.
+        found[f"{name}, planned"] = functools.partial(call, last.long(), *stored)
+    return found
 
 
 def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
