@@ -37,8 +37,8 @@ WINDOWS = output.define_numbers(
     least=1,
 )
 POSITIONS = output.define_numbers("positions", "positions of RoPE that texts start at (default: 0, 6000)", least=0)
-TEXTS = flags.DEFINE_integer("texts", 3, "texts, alternately documentation and code", lower_bound=1)
-LISTS = flags.DEFINE_integer("lists", 8, "lists of words, given twice, for recall", lower_bound=1)
+TEXTS = flags.DEFINE_integer("texts", 12, "texts, alternately documentation and code", lower_bound=1)
+LISTS = flags.DEFINE_integer("lists", 16, "lists of words, given twice, for recall", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 512, "tokens of each", lower_bound=32)
 SEED = flags.DEFINE_integer("seed", 0, "selects them", lower_bound=0)
 MODEL = flags.DEFINE_string("model", None, "a GGUF file of a Llama, or a folder with one (default: SmolLM2-135M)")
