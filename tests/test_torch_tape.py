@@ -144,11 +144,17 @@ KINDS: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: str):
+def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: str, mode: Any):
     """The same kernels, counts, arguments and results; temporary arrays do not overlap."""
-    assert not recorder.is_known(*KINDS[kind]())
-    given, options, operation, out = call = KINDS[kind]()
+    with mode():
+        _check_launches(recorder, KINDS[kind])
+
+
+def _check_launches(recorder: Recorder, make: Callable[[], tuple[Any, ...]]) -> None:
+    assert not recorder.is_known(*make())
+    given, options, operation, out = call = make()
     recorder.launches.clear()
     results = recorder.call(*call)
     launched = recorder.launches[:]
@@ -228,10 +234,12 @@ NEVER: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", NEVER)
-def test_calls_for_which_torch_computes_are_served_every_time(recorder: Recorder, name: str):
-    for _ in range(3):
-        assert not recorder.is_known(*NEVER[name]())
+def test_calls_for_which_torch_computes_are_served_every_time(recorder: Recorder, name: str, mode: Any):
+    with mode():
+        for _ in range(3):
+            assert not recorder.is_known(*NEVER[name]())
 
 
 def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder: Recorder):

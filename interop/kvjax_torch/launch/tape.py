@@ -35,24 +35,7 @@ ALLOCATIONS = frozenset(
         _ATEN.new_empty_strided.default,
     }
 )
-VIEWS = frozenset(
-    {
-        _ATEN.alias.default,
-        _ATEN.as_strided.default,
-        _ATEN.detach.default,
-        _ATEN.expand.default,
-        _ATEN.permute.default,
-        _ATEN.select.int,
-        _ATEN.slice.Tensor,
-        _ATEN.split_with_sizes.default,
-        _ATEN.squeeze.dim,
-        _ATEN.transpose.int,
-        _ATEN.unbind.int,
-        _ATEN.unsqueeze.default,
-        _ATEN.view.default,
-    }
-)
-"""Torch operations that launch no kernel. A call that uses any other operation is never replayed."""
+"""Torch operations that allocate memory and launch no kernel."""
 
 type Results = tuple[torch.Tensor, ...]
 
@@ -122,7 +105,7 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in ALLOCATIONS:
             self.memory.append(result)
-        elif func not in VIEWS:
+        elif not _is_view(func, args, result):
             self.only_launches = False
         if not self.only_launches:  # release the references, so that the call can free its memory
             self.memory.clear()
@@ -133,6 +116,18 @@ class Recording(TorchDispatchMode):
         """Records a launch."""
         if self.only_launches:
             self.calls.append((call, launcher))
+
+
+def _is_view(operation: Any, args: Sequence[Any], result: Any) -> bool:
+    """Whether an operation only viewed its first argument, or returned it unchanged, and so launched no kernel.
+
+    In inference mode that includes conversions with nothing to convert, which are not dispatched in other modes.
+    """
+    if operation._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+        return False
+    start = args[0].untyped_storage().data_ptr()
+    views = result if isinstance(result, (list, tuple)) else (result,)
+    return all(isinstance(view, torch.Tensor) and view.untyped_storage().data_ptr() == start for view in views)
 
 
 def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor: int | None = None) -> Results:
