@@ -10,14 +10,14 @@ import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-from kvjax.errors import MAX_SHOWN, KVCacheTypeError, KVCacheValueError, got_expected, shown
+from kvjax.errors import MAX_SHOWN, KVCacheTypeError, KVCacheValueError, UnsupportedError, got_expected, shown
 
 NVFP4_BLOCK_SIZE = 16
 """Elements along the head dimension that share one NVFP4 block scale."""
@@ -127,7 +127,7 @@ class DTypeInfo:
       scale_dtype: dtype of these scales.
       layer_scale: scales that a call gives: one for the "layer", which may be one for each "head", or None.
       exact_in: of a quantized dtype, the 16-bit one that holds all that is stored, without the layer's scale; None if
-        there is none.
+        there is none. Keys and values with scales of blocks need one (`check_exact_in`).
     """
 
     aliases: tuple[str, ...]
@@ -253,6 +253,28 @@ STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(
     dtype for dtype in (*_TABLE, *_MIXED) if dtype is not KVCacheDType.FP8_DS_MLA
 )
 """Every dtype that a cache of keys and values can have: all but `AUTO` and `FP8_DS_MLA`, which is of latents alone."""
+
+
+def check_exact_in(name: str, parts: Sequence[DTypeInfo]) -> None:
+    """Checks that 16 bits hold keys and values with scales of blocks, whatever a query's dtype.
+
+    Where `KVCacheDType.exact_in` is None, attention to prompts rounds them to the query's dtype. With scales of blocks
+    they may exceed float16, unless it holds them exactly: then bfloat16 has their range too.
+
+    Raises:
+      UnsupportedError: 16 bits do not hold them; the message has the name.
+    """
+    dtypes = [part.exact_in for part in parts]
+    is_shared = None not in dtypes and len(set(dtypes)) == 1
+    if not is_shared and any(part.elements_per_scale and part.exact_in != _HALF for part in parts):
+        raise UnsupportedError(
+            f"exact_in of {name!r}: got {' and '.join(map(str, dtypes))} for keys and values, of which some have scales"
+            " of blocks; expected one dtype for both, or float16 for those"
+        )
+
+
+for _dtype in STORED_KV_CACHE_DTYPES:
+    check_exact_in(_dtype.value, [_part.info for _part in _dtype.parts])
 
 
 def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:

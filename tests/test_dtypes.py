@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from kvjax.dtypes import (
     STORED_KV_CACHE_DTYPES,
     KVCacheDType,
     KVQuantMode,
+    check_exact_in,
     parse_kv_cache_dtype,
     parse_model_dtype,
 )
-from kvjax.errors import KVCacheTypeError, KVCacheValueError
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError
 
 NAMES = {
     "auto": KVCacheDType.AUTO,
@@ -121,6 +123,31 @@ def test_storage_of_each_dtype():
         KVCacheDType.NVFP4: (np.uint8, KVQuantMode.NVFP4, 6.0 * 448.0),
         KVCacheDType.NVFP4_4OVER6: (np.uint8, KVQuantMode.NVFP4, 6.0 * 448.0),
     }
+
+
+@pytest.mark.parametrize(
+    ("exact_in", "other", "got"),
+    [
+        (None, None, "None and None"),
+        (None, KVCacheDType.FP8_E4M3, "float16 and None"),
+        (None, KVCacheDType.INT8_PER_TOKEN_HEAD, "None and None"),
+        (jnp.bfloat16, KVCacheDType.NVFP4, "float16 and bfloat16"),
+        (jnp.bfloat16, KVCacheDType.INT8_PER_TOKEN_HEAD, "None and bfloat16"),
+    ],
+)
+def test_scales_of_blocks_that_may_exceed_the_dtype_of_a_query_are_refused(exact_in, other, got):
+    """MXFP4 has scales up to 2**127; `other` stores the keys."""
+    dtype = None if exact_in is None else np.dtype(exact_in)
+    mxfp4 = dataclasses.replace(KVCacheDType.NVFP4.info, block=32, layer_scale=None, exact_in=dtype)
+    with pytest.raises(UnsupportedError, match=f"exact_in of 'mxfp4': got {got} for keys and values"):
+        check_exact_in("mxfp4", [other.info if other else mxfp4, mxfp4])
+
+
+def test_scales_of_blocks_are_accepted_where_16_bits_hold_them():
+    mxfp4 = dataclasses.replace(KVCacheDType.NVFP4.info, block=32, layer_scale=None, exact_in=np.dtype(jnp.bfloat16))
+    check_exact_in("mxfp4", [mxfp4, mxfp4])
+    for keys in (KVCacheDType.FP8_E4M3, KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.NVFP4):
+        check_exact_in("keys_of_another", [keys.info, KVCacheDType.NVFP4.info])
 
 
 def test_only_dtypes_that_are_quantized_by_tensor_take_scales():

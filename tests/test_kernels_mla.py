@@ -14,10 +14,13 @@ from support.interpret_mode import interpret_mode
 from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation
 from support.mla_cases import SM_SCALE, build, queries, spec_of
 
-from kvjax import UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
-from kvjax.kernels import mla
+import kvjax.spec
+from kvjax import KVCacheDType, UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
+from kvjax.kernels import codecs, mla
 from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
-from kvjax.kernels.mla import MLAConfig
+from kvjax.kernels.attention.choice import plain_problem
+from kvjax.kernels.mla import MLAConfig, few_rows_stages
+from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.target import Target
 from kvjax.ops.route import Query, route
 
@@ -181,6 +184,37 @@ SPILL_BYTES = {
 """Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.2
 spills at most 144.
 """
+
+
+def latents_of(monkeypatch: pytest.MonkeyPatch, *parts: KVCacheDType) -> kvjax.MLAAttentionSpec:
+    """A spec of latents and rope keys of dtypes that no table has for them, named after the first."""
+    monkeypatch.setattr(kvjax.spec, "MLA_PARTS", {parts[0]: parts})
+    monkeypatch.setattr(kvjax.MLAAttentionSpec, "_DTYPES", parts[:1])
+    return kvjax.MLAAttentionSpec(64, 512, 64, dtype=parts[0])
+
+
+@pytest.mark.parametrize("latents", [KVCacheDType.FP8_E5M2, KVCacheDType.FP8_PER_TOKEN_HEAD])
+def test_new_latents_are_not_read_as_those_of_another_dtype(monkeypatch, latents):
+    """XLA attends to them; and neither kernel would decode them, or rope keys, in another way if it had them."""
+    spec = latents_of(monkeypatch, latents, KVCacheDType.FLOAT16)
+    assert f"no kernel reads latents (MLA) of dtype '{latents.value}'" in str(mla.why_not(spec, rows=16))
+    assert f"no kernel reads latents (MLA) of dtype '{latents.value}'" in str(mla.why_not(spec, rows=128))
+    packed = Packed(spec, ref=None, tiles=None)
+    with pytest.raises(UnsupportedError, match=f"latents: got dtype '{latents.value}', expected fp8_e4m3, fp8_ds_mla"):
+        packed._latents([])
+    with pytest.raises(UnsupportedError, match="rope keys: got dtype 'float16', expected bfloat16 or fp8_e4m3"):
+        packed._rope_keys([])
+    assert codecs.why_not_dtype(spec) is None
+    monkeypatch.delitem(codecs.CODECS, latents)
+    with pytest.raises(UnsupportedError, match="which no kernel encodes or decodes"):
+        codecs.codecs_of(spec)
+
+
+def test_scales_of_latents_that_the_kernel_for_few_rows_does_not_read_are_refused(monkeypatch):
+    spec = latents_of(monkeypatch, KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.BFLOAT16)
+    problem = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=16, max_blocks=1))
+    with pytest.raises(UnsupportedError, match="latents: got scales of 'fp8_per_token_head', expected nvfp4 or"):
+        few_rows_stages.LatentStages.of(problem, 2, 1)
 
 
 def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():

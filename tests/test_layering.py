@@ -33,6 +33,8 @@ PRIVATE_JAX_MODULES = (
     "kvjax.binaries.compiling",
     "kvjax.binaries.lowering",
     "kvjax.binaries.module",
+    "support.interpret_mode",
+    "support.gpu_compile",
 )
 # What the bridge uses of kvjax: public names, and what it shares with the operations on JAX arrays.
 PUBLIC_TO_TORCH = ("kvjax", "kvjax.kernels", "kvjax.binaries", "kvjax.ops.options", "kvjax.ops.route")
@@ -240,7 +242,7 @@ def vllm_imports(modules: Modules) -> Iterator[str]:
                 yield f"{name} imports {imported}"
 
 
-def all_violations(kvjax: Path, interop: Path) -> list[str]:
+def all_violations(kvjax: Path, interop: Path, support: Path) -> list[str]:
     kvjax_modules = parse_modules(kvjax)
     bridge = parse_modules(interop / "kvjax_torch")
     torch_modules = {**bridge, **parse_modules(interop / "kvjax_vllm")}
@@ -252,7 +254,7 @@ def all_violations(kvjax: Path, interop: Path) -> list[str]:
         *circles(kvjax_modules),
         *circles(bridge),
         *non_public_imports(torch_modules, kvjax_modules),
-        *private_jax_imports(both),
+        *private_jax_imports({**both, **parse_modules(support)}),
         *transformers_imports(both),
         *vllm_imports(both),
         *asserts(both),
@@ -263,7 +265,7 @@ def all_violations(kvjax: Path, interop: Path) -> list[str]:
 
 
 def test_the_sources_hold_every_rule():
-    assert all_violations(ROOT / "kvjax", ROOT / "interop") == []
+    assert all_violations(ROOT / "kvjax", ROOT / "interop", ROOT / "tests" / "support") == []
 
 
 def test_files_can_be_read_at_one_sitting():
@@ -272,8 +274,10 @@ def test_files_can_be_read_at_one_sitting():
 
 
 def test_the_table_of_what_imports_private_jax_is_complete():
-    rows = re.findall(r"^\| `(kernels|binaries)/(.*?)\.py` \|", (ROOT / "WORKSPACE.md").read_text(), re.MULTILINE)
-    assert {f"kvjax.{folder}.{name.replace('/', '.')}" for folder, name in rows} == {*PRIVATE_JAX_MODULES}
+    row = r"^\| `((?:kernels|binaries|tests/support)/.*?)\.py` \|"
+    paths = re.findall(row, (ROOT / "WORKSPACE.md").read_text(), re.MULTILINE)
+    files = [path.removeprefix("tests/") if path.startswith("tests/") else f"kvjax/{path}" for path in paths]
+    assert {file.replace("/", ".") for file in files} == {*PRIVATE_JAX_MODULES}
 
 
 ALLOWED = {
@@ -294,6 +298,7 @@ ALLOWED = {
     "kvjax_torch/launch/loading.py": "from kvjax import binaries\nimport torch",
     "kvjax_torch/transformers/attention.py": "from transformers import AttentionInterface\nfrom kvjax_torch import ops",
     "kvjax_torch/transformers_cache.py": "from kvjax_torch.transformers import attention",
+    "support/interpret_mode.py": "from jax._src import callback",
     "kvjax_vllm/step.py": "import kvjax_torch\nimport vllm\nfrom kvjax import KVCache",
 }
 
@@ -302,7 +307,7 @@ def write_sources(folder: Path, sources: Mapping[str, str]) -> list[str]:
     for path, text in sources.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    return all_violations(folder / "kvjax", folder)
+    return all_violations(folder / "kvjax", folder, folder / "support")
 
 
 def test_what_the_rules_allow(tmp_path: Path):
@@ -344,6 +349,7 @@ def test_what_the_rules_allow(tmp_path: Path):
         ("kvjax_torch/ops.py", "from jax._src import core", "kvjax_torch.ops imports jax._src.core"),
         ("kvjax/cache.py", "import jax._src.core", "kvjax.cache imports jax._src.core"),
         ("kvjax/cache.py", "from jax import _src", "kvjax.cache imports jax._src"),
+        ("support/helpers.py", "from jax._src import core", "support.helpers imports jax._src.core"),
         ("kvjax/cache.py", "from jaxlib.mlir import ir", "kvjax.cache imports jaxlib.mlir.ir"),
         ("kvjax/cache.py", "from jax.interpreters import ad", "kvjax.cache imports jax.interpreters.ad"),
         (

@@ -21,9 +21,10 @@ from support.hard_numbers import (
     nearly_tied_blocks,
 )
 from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, simple_spec
+from support.interpret_mode import interpret_mode
 
 from kvjax import KVCacheDType, UnsupportedError, quant
-from kvjax.kernels import codecs
+from kvjax.kernels import arithmetic, codecs, decoding
 from kvjax.kernels.attention.formats import Format
 
 FP8 = pytest.mark.parametrize("dtype", reference.FP8, ids=lambda dtype: dtype.value)
@@ -332,9 +333,20 @@ def test_a_dtype_that_nothing_encodes_is_refused():
 def test_a_dtype_without_a_codec_is_refused(monkeypatch):
     """One that XLA stores and `CODECS` does not have yet."""
     spec = simple_spec(KVCacheDType.FP8_E5M2)
-    monkeypatch.setattr(codecs, "DTYPES", codecs.DTYPES - {KVCacheDType.FP8_E5M2})
+    monkeypatch.delitem(codecs.CODECS, KVCacheDType.FP8_E5M2)
     with pytest.raises(UnsupportedError, match="dtype: got 'fp8_e5m2', which no kernel encodes or decodes"):
         codecs.codecs_of(spec)
+
+
+@pytest.mark.parametrize("dtype", [KVCacheDType.FP8_E4M3, KVCacheDType.FP8_DS_MLA, KVCacheDType.NVFP4])
+def test_kernels_have_no_codes_of_rows_for_another_dtype(dtype):
+    """A codec of rows with a scale each that has one of these is refused, not written or read as fp8."""
+    expected = f"dtype: got '{dtype.value}', expected fp8_per_token_head or int8_per_token_head"
+    with interpret_mode(), pytest.raises(UnsupportedError, match=expected):
+        arithmetic.encode_per_token_head(jnp.ones((2, 16)), dtype, lambda x: x[:, None])
+    codes, scales = jnp.zeros((2, 16), jnp.uint8), jnp.zeros(2, jnp.int32)
+    with pytest.raises(UnsupportedError, match=expected):
+        decoding.decode_per_token_head(codes, scales, dtype, np.dtype(np.float16), lambda x: x[:, None])
 
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.AUTO, KVCacheDType.FP8_DS_MLA])

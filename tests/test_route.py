@@ -10,8 +10,9 @@ import pytest
 
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, KVCacheDType
 from kvjax.kernels.attention import BatchSizes
+from kvjax.kernels.prompts import dense_dtype
 from kvjax.kernels.target import Target
-from kvjax.ops.route import Query, dense_dtype, route
+from kvjax.ops.route import Query, route
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))

@@ -32,8 +32,8 @@ from kvjax import (  # noqa: E402
     kernels,
     ragged_paged_attention,
 )
+from kvjax.kernels.prompts import dense_dtype  # noqa: E402
 from kvjax.kernels.tiles import CHUNK, offset, swizzle_of, word_of  # noqa: E402
-from kvjax.ops.route import dense_dtype  # noqa: E402
 from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors  # noqa: E402
 from kvjax_torch.arguments.reads import gather_plan  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402

@@ -11,6 +11,7 @@ from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, ptx
 from kvjax.kernels.aliases import DType
 from kvjax.quant import LEAST_TOKEN_SCALE, canonical_nan_bits
@@ -102,16 +103,22 @@ def encode_per_token_head(
 
     Returns:
       The codes' bits, uint8 `[..., head_size]`, and those of the scales, int32 `[...]`.
+
+    Raises:
+      UnsupportedError: another dtype.
     """
     with jax.enable_x64(True):
         inverse_of_most = jnp.float64(1.0 / dtype.info.max)
     scales = jnp.maximum(times(_largest_magnitude(x), inverse_of_most), jnp.float32(LEAST_TOKEN_SCALE))
     # The reciprocal of infinity is 0, but the series returns NaN.
     inverse = jnp.where(scales == jnp.inf, jnp.zeros_like(scales), rounded_reciprocal(scales))
-    if dtype is KVCacheDType.INT8_PER_TOKEN_HEAD:
-        codes = ptx.elementwise(_ptx_to_int8, _int8_codes, x, broadcast(inverse))
-    else:
-        codes = float8_bits(x * broadcast(inverse), dtype.info.storage_dtype)
+    match dtype:
+        case KVCacheDType.INT8_PER_TOKEN_HEAD:
+            codes = ptx.elementwise(_ptx_to_int8, _int8_codes, x, broadcast(inverse))
+        case KVCacheDType.FP8_PER_TOKEN_HEAD:
+            codes = float8_bits(x * broadcast(inverse), dtype.info.storage_dtype)
+        case _:
+            raise UnsupportedError(f"dtype: got {dtype.value!r}, expected fp8_per_token_head or int8_per_token_head")
     return codes, lax.bitcast_convert_type(scales, jnp.int32)
 
 

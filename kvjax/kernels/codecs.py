@@ -299,7 +299,7 @@ def codecs_of(spec: AttentionSpec) -> tuple[Codec, ...]:
 
 def why_not_dtype(spec: AttentionSpec) -> str | None:
     """Why no kernel writes or gathers the dtype of a spec; None where one does."""
-    is_served = spec.is_mla or spec.dtype in DTYPES
+    is_served = all(part in CODECS for part in spec.parts)
     return None if is_served else f"dtype: got {spec.dtype.value!r}, which no kernel encodes or decodes"
 
 

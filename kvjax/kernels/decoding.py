@@ -12,6 +12,7 @@ from jax import lax
 
 from kvjax import quant
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, ptx
 from kvjax.kernels.aliases import DType
 from kvjax.kernels.arithmetic import cast as cast
@@ -44,12 +45,18 @@ def decode_per_token_head(
       stored: `FP8_PER_TOKEN_HEAD` or `INT8_PER_TOKEN_HEAD`.
       dtype: of the elements.
       broadcast: from `[...]` to `[..., head_size]`, in the registers of `codes`.
+
+    Raises:
+      UnsupportedError: another `stored`.
     """
-    if stored is KVCacheDType.INT8_PER_TOKEN_HEAD:
-        # A bitcast to int8 would leave them unsigned: Mosaic GPU skips casts between integers of one width.
-        values = ((codes.astype(jnp.int32) ^ 128) - 128).astype(jnp.float32)
-    else:
-        values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
+    match stored:
+        case KVCacheDType.INT8_PER_TOKEN_HEAD:
+            # A bitcast to int8 would leave them unsigned: Mosaic GPU skips casts between integers of one width.
+            values = ((codes.astype(jnp.int32) ^ 128) - 128).astype(jnp.float32)
+        case KVCacheDType.FP8_PER_TOKEN_HEAD:
+            values = lax.bitcast_convert_type(codes, stored.info.storage_dtype).astype(jnp.float32)
+        case _:
+            raise UnsupportedError(f"dtype: got {stored.value!r}, expected fp8_per_token_head or int8_per_token_head")
     return cast(_product(values, broadcast(lax.bitcast_convert_type(scales, jnp.float32))), dtype)
 
 

@@ -152,7 +152,7 @@ class Prompts(NamedTuple):
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      dtype: of dense rows, keys and values: `route.dense_dtype`, beside near tokens the query's.
+      dtype: of dense rows, keys and values: that of `Route.dense_dtype`, beside near tokens the query's.
     """
 
     cache: KVCache

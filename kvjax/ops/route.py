@@ -70,7 +70,7 @@ class Route(NamedTuple):
 def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
     """Returns what serves a call over caches of a spec; `target` is None for an unknown GPU, as able as any."""
     target = target or Target()
-    dense = prompt_kernel.fp8.DTYPE if query.query_quantization else dense_dtype(spec, query.dtype)
+    dense = prompt_kernel.fp8.DTYPE if query.query_quantization else prompt_kernel.dense_dtype(spec, query.dtype)
     neither = _why_neither_kernel(spec, query)
     decode = neither or _why_no_decode_kernel(spec, query, target)
     prompt = neither or _why_no_prompt_kernel(spec, query, dense, target)
@@ -88,18 +88,6 @@ def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], targe
     """
     reasons = (route(spec, query, target).why_no_kernels for spec, query in zip(specs, queries, strict=True))
     return next((reason for reason in reasons if reason is not None), None)
-
-
-def dense_dtype(spec: AttentionSpec, query_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype of gathered keys and values: one of 16 bits, or float32 where that would round what is stored.
-
-    That is the query's for a cache that stores it, and that of the table for quantized ones, without their layer's
-    scale. Elements with a scale of their row, which no 16-bit dtype holds exactly, are rounded to the query's.
-    """
-    is_other = not spec.dtype.is_quantized and spec.storage_dtype != query_dtype
-    if is_other or query_dtype == np.float32:
-        return np.dtype(np.float32)
-    return spec.dtype.exact_in or query_dtype
 
 
 def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:

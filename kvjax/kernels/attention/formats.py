@@ -95,8 +95,8 @@ class Format:
         dtype = dtype.byte_format
         if dtype not in DECODED:
             raise UnsupportedError(f"dtype: got {dtype.value!r}, which attention does not decode")
-        is_wide = dtype in (KVCacheDType.BFLOAT16, KVCacheDType.FLOAT32) or dtype.info.block == "row"
-        operand = jnp.dtype(jnp.bfloat16) if is_wide else np.dtype(np.float16)
+        exact, half = dtype.info.exact_in if dtype.is_quantized else dtype.info.storage_dtype, np.dtype(np.float16)
+        operand = half if exact == half else jnp.dtype(jnp.bfloat16)  # which has float32's range
         return cls(dtype, operand, dtype.info.bits, converts_e2m1)
 
     @property

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels.aliases import DTypeLike
 from kvjax.kernels.attention.formats import Format
 from kvjax.kernels.attention.problem import COLUMNS, DecodeConfig, Problem
@@ -43,7 +44,7 @@ DTYPES = frozenset(
         *(KVCacheDType.FP8_DS_MLA, KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6),
     }
 )
-"""Dtypes of caches that the kernel reads."""
+"""Dtypes of caches that both kernels read."""
 
 
 def latent_format(spec: AttentionSpec, *, converts_e2m1: bool) -> Format:
@@ -123,6 +124,8 @@ class LatentStages:
             step = max(1, run * shares // rank)
             own = max(WORD, scales // shares)
             of_runs = part(data, own, own)
+        elif scales:
+            raise UnsupportedError(f"latents: got scales of {spec.parts[0].value!r}, expected nvfp4 or fp8_ds_mla")
         of_rope = []
         if rope:
             own = spec.parts[1].info.row_bytes(rope_share(spec, shares))[0]

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.dtypes import KVCacheDType
+from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Registers, Scalar, ScratchType
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
@@ -103,8 +104,7 @@ class Packed:
             matrix, column = divmod(start, half)
             self._store(self.tiles.latents, (1, matrix), column, self._latents(registers))
         if self.tiles.rope is not None:
-            of_bytes = self.spec.parts[1] is not KVCacheDType.BFLOAT16
-            self._store(self.tiles.rope, (1,), 0, _from_bytes(rope_keys) if of_bytes else rope_keys)
+            self._store(self.tiles.rope, (1,), 0, self._rope_keys(rope_keys))
 
     def _load_latents(self, slot: Scalar, start: int) -> Registers:
         """The bytes of the thread's elements of the run of a latent from element `start` on, and their scale."""
@@ -121,15 +121,27 @@ class Packed:
 
     def _latents(self, loaded: Registers) -> Registers:
         """The elements of what `_load_latents` has loaded, in pairs."""
-        if self._dtype is KVCacheDType.NVFP4:
-            *words, scale = loaded
-            scale = scaled(from_e4m3(scale, 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
-            both = lanes.both_halves(scale, 0)
-            return [scaled(pair, both) for word in words for pair in e2m1_in_order(word)]
-        if self._dtype is KVCacheDType.FP8_DS_MLA:
-            *words, scale = loaded
-            return [_scaled_to_bfloat16(pair, lanes.bits(scale, jnp.float32)) for pair in _from_bytes(words)]
-        return _from_bytes(loaded)
+        match self._dtype:
+            case KVCacheDType.NVFP4:
+                *words, scale = loaded
+                scale = scaled(from_e4m3(scale, 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
+                both = lanes.both_halves(scale, 0)
+                return [scaled(pair, both) for word in words for pair in e2m1_in_order(word)]
+            case KVCacheDType.FP8_DS_MLA:
+                *words, scale = loaded
+                return [_scaled_to_bfloat16(pair, lanes.bits(scale, jnp.float32)) for pair in _from_bytes(words)]
+            case KVCacheDType.FP8_E4M3:
+                return _from_bytes(loaded)
+        raise UnsupportedError(f"latents: got dtype {self._dtype.value!r}, expected fp8_e4m3, fp8_ds_mla or nvfp4")
+
+    def _rope_keys(self, loaded: Registers) -> Registers:
+        """The elements of what `_load_rope_keys` has loaded, in pairs."""
+        match dtype := self.spec.parts[1]:
+            case KVCacheDType.BFLOAT16:
+                return loaded
+            case KVCacheDType.FP8_E4M3:
+                return _from_bytes(loaded)
+        raise UnsupportedError(f"rope keys: got dtype {dtype.value!r}, expected bfloat16 or fp8_e4m3")
 
     @property
     def _dtype(self) -> KVCacheDType:

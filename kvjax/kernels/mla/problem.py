@@ -11,7 +11,6 @@ import itertools
 
 import numpy as np
 
-from kvjax.dtypes import MLA_KV_CACHE_DTYPES, KVCacheDType
 from kvjax.kernels import compat
 from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem
@@ -23,7 +22,7 @@ from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
 
-DTYPES = frozenset(MLA_KV_CACHE_DTYPES) - {KVCacheDType.FLOAT32}
+DTYPES = few_rows_stages.DTYPES
 """Dtypes of caches that the kernels read. XLA attends to caches of any other."""
 
 FEW_ROWS = 32
@@ -99,7 +98,7 @@ def why_not(
 
 def why_not_few(spec: AttentionSpec, rows: int | None, target: Target) -> str | None:
     """Why the kernel for few rows does not serve caches of a spec and calls of so many rows; None where it does."""
-    if spec.dtype not in few_rows_stages.DTYPES:
+    if spec.dtype not in DTYPES:
         return f"no kernel reads latents (MLA) of dtype {spec.dtype.value!r}"
     if rows is None or rows > FEW_ROWS:
         many = "" if rows is None else f"; got {rows} query rows, which are query heads times query tokens"

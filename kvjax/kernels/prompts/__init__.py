@@ -33,6 +33,7 @@ from kvjax.kernels.prompts.problem import TOKENS as TOKENS
 from kvjax.kernels.prompts.problem import PromptConfig as PromptConfig
 from kvjax.kernels.prompts.problem import PromptProblem as PromptProblem
 from kvjax.kernels.prompts.problem import choose as choose
+from kvjax.kernels.prompts.problem import dense_dtype as dense_dtype
 from kvjax.kernels.prompts.problem import why_not as why_not
 from kvjax.kernels.prompts.transfer import LEFT as LEFT
 from kvjax.kernels.prompts.transfer import join as join

@@ -46,19 +46,11 @@ from kvjax.kernels.prompts import fp8
 from kvjax.kernels.prompts.launch import kernel_of
 from kvjax.kernels.prompts.lot import COUNTS, FOUND, NUMBERS, LotTokens, tile_arguments
 from kvjax.kernels.prompts.operands import PromptArrays
-from kvjax.kernels.prompts.problem import TOKENS, PromptConfig, PromptProblem, choose
+from kvjax.kernels.prompts.problem import TOKENS, PromptConfig, PromptProblem, choose, dense_dtype
 from kvjax.kernels.prompts.rows import Scratch, run
 from kvjax.kernels.prompts.tiled import TiledArrays
 from kvjax.kernels.target import Target, tracing_for
 from kvjax.spec import AttentionSpec
-
-
-def dense_dtype(spec: AttentionSpec, query_dtype: DType) -> DType:
-    """The dtype of tiles, as `kvjax.ops.route` has it: the query's, or one that holds stored elements exactly.
-
-    The scales of a layer or a head are applied later.
-    """
-    return spec.dtype.exact_in or np.dtype(query_dtype)
 
 
 @functools.cache

@@ -50,8 +50,8 @@ def attend_dense(
         run(problem, config, arrays, Scratch(*refs[count + 3 :]))
 
     columns = size, values.shape[2], keys.dtype
-    ready = plgpu.Barrier(num_barriers=config.stages)
-    kernel = kernel_of(body, problem, config, columns, ready, max(1, min(most_items, current().multiprocessors)))
+    full = plgpu.Barrier(num_barriers=config.stages)
+    kernel = kernel_of(body, problem, config, columns, full, max(1, min(most_items, current().multiprocessors)))
     out, lse = (jax.new_ref(x) for x in results)
     # Zeros, which XLA does not know. It computes them with `ends`; a constant, or another shape, takes a kernel.
     claims = jax.new_ref(jnp.minimum(operands.ends, 0))
@@ -64,7 +64,7 @@ def kernel_of(
     problem: PromptProblem,
     config: PromptConfig,
     sizes: tuple[int, int, DType],
-    ready: ScratchType,
+    full: ScratchType,
     num_blocks: int,
 ) -> Kernel:
     """The kernel of `body`, which gets its `Scratch` after references.
@@ -74,7 +74,7 @@ def kernel_of(
       problem: what it computes.
       config: how to launch it.
       sizes: columns of keys and of values, and their dtype.
-      ready: shared memory of the barriers of copies.
+      full: barriers that complete when copies have arrived: those of keys, and again of values.
       num_blocks: thread blocks.
     """
     size, size_v, dtype = sizes
@@ -88,8 +88,8 @@ def kernel_of(
             tiles.shared(config.stages, config.tokens, size, dtype),
             tiles.shared(config.stages, *values, dtype),
             plgpu.SMEM((Claimed.num_numbers(problem),), np.dtype(np.int32)),
-            ready,
-            ready,
+            full,
+            full,
             plgpu.Barrier(num_barriers=WARPGROUPS) if is_fp8 else plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         grid=(num_blocks,),
