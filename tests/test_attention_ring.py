@@ -26,10 +26,10 @@ def registers(values: Any) -> jax.Array:
     return jnp.asarray(np.broadcast_to(values, THREADS), jnp.int32)
 
 
-def split_as_integers(digit: PartlyStaticInt, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
-    """The quotient and the remainder, after they have been held to those of integers and to their own bounds."""
-    parts = digit.split(divisor)
-    for part, expected in zip(parts, np.divmod(np.asarray(digit.value), divisor), strict=True):
+def split_as_integers(number: PartlyStaticInt, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
+    """The quotient and the remainder, tested against those of integers and against their own bounds."""
+    parts = number.split(divisor)
+    for part, expected in zip(parts, np.divmod(np.asarray(number.value), divisor), strict=True):
         np.testing.assert_array_equal(part.value, expected)
         varying = np.asarray(part.varying)
         assert varying.min() >= 0
