@@ -88,7 +88,7 @@ def _why_no_gpu() -> str | None:
 
 @pytest.fixture(params=["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Each implementation of the operations that store and read bytes: all are held to the same tests."""
+    """Each implementation of the operations that store and read bytes: all run the same tests."""
     return request.param
 
 

@@ -46,7 +46,7 @@ def attend(implementation: str) -> Attend:
 
 
 @pytest.mark.parametrize("case", [case for case in suite.cases(1) if case.lengths != "long"], ids=str)
-def test_attention_is_right_in_each_case(attend, case):
+def test_attention_matches_float64_in_each_case(attend, case):
     suite.check(case, attend)
 
 
@@ -58,7 +58,7 @@ def test_attention_is_right_in_each_case(attend, case):
     ],
     ids=str,
 )
-def test_scales_of_each_token_and_head(attend, case):
+def test_attention_applies_scales_of_each_token_and_head(attend, case):
     suite.check(case, attend)
 
 
@@ -75,12 +75,12 @@ def test_scales_of_each_token_and_head(attend, case):
     ],
     ids=str,
 )
-def test_drafts_that_are_a_tree(attend, case):
+def test_attention_applies_tree_masks(attend, case):
     suite.check(case, attend)
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])
-def test_a_tree_of_one_branch_is_no_tree(window):
+def test_a_tree_of_one_branch_gives_the_bits_of_causal_attention(window):
     args = suite.build(Case(lengths=(30, 3), q_len=4)).args
     run = functools.partial(_run, *args, sliding_window=window)
     expected = run()
@@ -143,14 +143,14 @@ def test_a_wrong_tree_is_refused(mask, message):
 
 
 @pytest.mark.full
-def test_one_token_and_100_000_together(attend):
+def test_a_batch_may_hold_sequences_of_one_and_100_000_tokens(attend):
     problem = suite.build(Case("float32", lengths="long", num_kv_heads=1, block_size=32))
     suite.assert_right(problem, *problem.run(attend))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", suite.cases(2), ids=str)
-def test_each_pair_of_choices(attend, case):
+def test_attention_matches_float64_for_each_pair_of_options(attend, case):
     suite.check(case, attend)
 
 
@@ -162,7 +162,7 @@ def test_each_pair_of_choices(attend, case):
     garbage=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-1, 20), min_size=1, max_size=8),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_lengths_and_tables(lengths, dtype, rows, garbage, seed):
+def test_attention_matches_float64_for_random_lengths_and_tables(lengths, dtype, rows, garbage, seed):
     q_len, window = rows
     case = Case(dtype, lengths=(*lengths, 48), block_size=8, q_len=q_len, window=window, sinks=window is not None)
     attend = functools.partial(_run, return_lse=True)
@@ -173,7 +173,7 @@ def test_any_lengths_and_tables(lengths, dtype, rows, garbage, seed):
 @pytest.mark.full
 @settings(max_examples=60)
 @given(data=st.data())
-def test_attention_is_right_in_any_case(data):
+def test_attention_matches_float64_in_random_cases(data):
     drawn = {name: data.draw(st.sampled_from(values), name) for name, values in suite.AXES.items()}
     for name, least, most in (("block_size", 1, 40), ("group", 1, 17), ("q_len", 1, 9), ("num_kv_heads", 1, 4)):
         drawn[name] = data.draw(st.integers(least, most), name)
@@ -210,13 +210,13 @@ def test_the_suite_finds_mistakes(mistake):
         suite.assert_right(problem, *map(np.asarray, problem.run(functools.partial(WRONG[mistake], run))))
 
 
-def test_xla_rounds_the_result_alone():
+def test_xla_rounds_only_the_result():
     problem = suite.build(Case("nvfp4", lengths=(5, 17, 40)))
     out, _ = problem.run(functools.partial(_run, return_lse=True, implementation="xla"))
     assert max(suite.error_shares(problem, out)) < 1
 
 
-def test_a_sequence_alone_and_among_others(attend):
+def test_a_sequence_has_close_results_alone_and_in_a_batch(attend):
     """Without `batch_invariant` nothing promises the same bits: XLA may multiply matrices of other shapes in another
     order, and the kernel divides a sequence where the rest of the batch has it do so."""
     problem = suite.build(Case("fp8_e4m3", lengths="mixed", q_len=2))
@@ -236,19 +236,19 @@ INVARIANT = [
 @pytest.mark.parametrize(
     "case", [INVARIANT[0], *(pytest.param(case, marks=pytest.mark.full) for case in INVARIANT[1:])], ids=str
 )
-def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(attend, case):
+def test_batch_invariant_results_have_the_same_bits_alone_and_in_a_batch(attend, case):
     """The same bits alone, in other places of other batches and of wider tables."""
     suite.check_alone(case, functools.partial(attend, batch_invariant=True), sequences=range(len(case.seq_lens)))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_no_query_tokens_have_no_rows(batch_invariant):
+def test_a_query_without_tokens_gives_an_empty_result(batch_invariant):
     query, *rest = suite.build(Case("nvfp4")).args
     out = paged_attention(query[:, :0], *rest, batch_invariant=batch_invariant)
     assert out.shape == (len(query), 0, *query.shape[2:])
 
 
-def test_what_is_batch_invariant_is_right(attend):
+def test_batch_invariant_attention_matches_float64(attend):
     suite.check(
         Case("nvfp4", lengths=(1100, 0, 17), sinks=True, cap=5.0), functools.partial(attend, batch_invariant=True)
     )
@@ -262,7 +262,7 @@ def test_one_token_a_sequence_needs_no_axis_of_rows(attend):
         assert_same_bytes(np.asarray(got), rows[:, 0])
 
 
-def test_without_its_log_sum_exp(implementation):
+def test_omitting_the_log_sum_exp_does_not_change_the_result(implementation):
     problem = suite.build(Case())
     run = functools.partial(_run, *problem.args, **problem.options, implementation=implementation)
     assert_same_bytes(np.asarray(run()), np.asarray(run(return_lse=True)[0]))
@@ -301,7 +301,7 @@ def test_a_sliding_layer_has_its_own_window(attend, argument, window):
     suite.assert_right(problem, *map(np.asarray, got))
 
 
-def test_by_default_the_window_is_the_layers(attend):
+def test_the_default_window_is_that_of_the_layer(attend):
     problem = sliding_problem(6)
     got = attend(*problem.args, **{key: x for key, x in problem.options.items() if key != "sliding_window"})
     suite.assert_right(problem, *map(np.asarray, got))
@@ -348,7 +348,7 @@ def test_tokens_of_no_block_are_not_seen(attend):
         suite.assert_right(shorter, *map(np.asarray, got))
 
 
-def test_a_nan_of_one_sequence_stays_there(attend):
+def test_a_nan_of_one_sequence_does_not_reach_others(attend):
     problem = suite.build(Case("float32", "float32", lengths=(17, 16, 5)))
     query, cache, table, lens = problem.args
     expected = problem.run(attend)
@@ -358,7 +358,7 @@ def test_a_nan_of_one_sequence_stays_there(attend):
         assert_same_bytes(np.asarray(got[1:]), was[1:])
 
 
-def test_no_sequences_no_rows_and_no_blocks(attend):
+def test_attention_accepts_empty_batches_and_tables(attend):
     cache, sinks = KVCache.allocate(simple_spec(head_size_v=32), 2), np.arange(4, dtype=np.float32)
     for num_seqs, q_len, max_blocks in ((0, 1, 3), (5, 2, 0), (0, 1, 0), (2, 0, 3)):
         query = np.ones((num_seqs, q_len, 4, 64), np.float16)
@@ -403,7 +403,7 @@ def test_means_of_several_chunks_and_of_dense_16_bit_values_do_not_overflow(monk
     np.testing.assert_allclose(lse, np.full(lse.shape, np.log(129)), rtol=1e-6)
 
 
-def test_over_batches_of_queries_and_of_caches(attend):
+def test_vmap_maps_over_queries_and_caches(attend):
     problem = suite.build(Case("nvfp4", q_len=2))
     query, cache, *tables = problem.args
     caches = jax.tree.map(lambda kv: jnp.stack([kv, jnp.zeros_like(kv), kv]), cache)
@@ -448,7 +448,7 @@ def test_a_mean_of_parts_does_not_overflow(name, num_parts):
     np.testing.assert_allclose(lse, np.full((4, 2), np.log(num_parts)), rtol=1e-6)
 
 
-def test_merging_what_saw_nothing():
+def test_merging_ignores_states_that_saw_no_tokens():
     """It counts for nothing, whatever it holds; and where nothing was seen the result is exactly that."""
     merge = jax.jit(merge_attention_states)
     seen, nothing = np.float32([[0.1, 3e38]]), np.full((1, 2), np.nan, np.float32)
@@ -481,13 +481,13 @@ F32 = np.zeros((2, 3, 4), np.float32)
         ([F32, F32[:1]], [F32] * 2, KVCacheValueError, "outs[1]: got float32[1, 3, 4], expected float32[2, 3, 4] as o"),
     ],
 )
-def test_what_cannot_be_merged_is_refused(outs, lses, error, message):
+def test_invalid_states_to_merge_are_refused(outs, lses, error, message):
     with pytest.raises(error) as raised:
         merge_attention_states(outs, lses)
     assert str(raised.value).startswith(message)
 
 
-def test_blocks_before_a_window_are_not_looked_for():
+def test_blocks_before_a_window_are_not_checked():
     """Checked mode names blocks that are needed alone."""
     problem = suite.build(Case(window=9, lengths=(40, 17)), garbage=[-7, 2**31 - 1])
     query, *rest = problem.args

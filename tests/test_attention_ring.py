@@ -26,10 +26,10 @@ def registers(values: Any) -> jax.Array:
     return jnp.asarray(np.broadcast_to(values, THREADS), jnp.int32)
 
 
-def split_as_integers(digit: PartlyStaticInt, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
-    """The quotient and the remainder, after they have been held to those of integers and to their own bounds."""
-    parts = digit.split(divisor)
-    for part, expected in zip(parts, np.divmod(np.asarray(digit.value), divisor), strict=True):
+def split_as_integers(number: PartlyStaticInt, divisor: int) -> tuple[PartlyStaticInt, PartlyStaticInt]:
+    """The quotient and the remainder, tested against those of integers and against their own bounds."""
+    parts = number.split(divisor)
+    for part, expected in zip(parts, np.divmod(np.asarray(number.value), divisor), strict=True):
         np.testing.assert_array_equal(part.value, expected)
         varying = np.asarray(part.varying)
         assert varying.min() >= 0
@@ -38,13 +38,13 @@ def split_as_integers(digit: PartlyStaticInt, divisor: int) -> tuple[PartlyStati
 
 
 @pytest.mark.parametrize("bound", [1, 3, 4, 8, 32, 128])
-def test_a_digit_divides_like_an_integer(bound):
+def test_partly_static_ints_divide_like_integers(bound):
     with interpret_mode():
         for known, divisor in itertools.product([0, 4, 8, 128, 135, 1024, 1152], [1, 3, 4, 8, 24, 128, 256, 1000]):
             split_as_integers(PartlyStaticInt(registers(np.arange(THREADS) % bound), bound, known), divisor)
 
 
-def test_what_is_known_stays_known():
+def test_division_keeps_static_parts_static():
     """So that most addresses are constants: of 128 threads that copy 8 pieces of a row, 16 tokens of 4 heads."""
     with interpret_mode():
         for first in range(0, 1024, THREADS):
@@ -55,7 +55,7 @@ def test_what_is_known_stays_known():
             assert (tile.bound, tile.known, head.bound, head.known) == (1, first // 512, 1, first // 128 % 4)
 
 
-def test_digits_add_and_multiply_like_integers():
+def test_partly_static_ints_add_and_multiply_like_integers():
     thread = np.arange(THREADS)
     some = [
         PartlyStaticInt(registers(thread % 8), 8, 5),

@@ -100,7 +100,7 @@ def test_bulk_copies_bring_scales_from_arrays_of_their_own(layout, heads, one_me
     (NVFP4, "NHD", 8), (BF16, "NHD", 8), (KVCacheDType.FP8_E4M3, "NHD", 8),
     (NVFP4, "HND", 1), (BF16, "HND", 1), (KVCacheDType.FP8_E4M3, "HND", 1),
 ])  # fmt: skip
-def test_what_follows_in_page_and_tile_is_one_copy(dtype, layout, num_chunks):
+def test_bytes_that_adjoin_in_page_and_tile_are_one_copy(dtype, layout, num_chunks):
     """Rows of values are padded after each pair of tokens but the last, so seven gaps divide an NHD page."""
     spec = simple_spec(dtype, layout=layout, block_size=16, num_kv_heads=8, head_size=128)
     stage = layout_of(spec)

@@ -30,7 +30,7 @@ def one_cache(monkeypatch):
     flags.FLAGS.mark_as_parsed()
 
 
-def test_rows_are_those_of_the_bars():
+def test_each_target_has_a_row():
     held = {name: bar.measure for bar in bars.BARS if bar.operation == "attention" for name in bar.where["case"]}
     assert {*held} <= {row.name for row in shapes.ATTENTION_ROWS}
     of_two = bars.X_WINDOW, bars.X_ONE_TOKEN, bars.X_NHD
@@ -52,7 +52,7 @@ def test_rows_are_those_of_the_bars():
         (dataclasses.replace(TINY, window=1_000), 3 * 4),
     ],
 )
-def test_pages_that_a_call_reads(row, pages):
+def test_the_pages_that_a_call_reads_are_counted(row, pages):
     job = AttentionJob(row, NVFP4)
     assert row.num_blocks_read == pages
     # A token's keys and values of two heads of 32: two codes a byte and a scale for 16.

@@ -60,7 +60,7 @@ def test_the_program_runs(tmp_path):
 @pytest.mark.parametrize(
     "row", [CHUNKS, *(pytest.param(row, marks=pytest.mark.full) for row in (DECODES, MIXED))], ids=lambda row: row.name
 )
-def test_writes_leave_what_attend_leaves(row):
+def test_writes_store_the_bytes_that_attend_stores(row):
     inputs = inputs_of(row)
     for options in ({}, {"with_ring": True}, {"with_ring": True, "with_room": True}):
         run = written(inputs, **options)
@@ -96,7 +96,7 @@ def test_a_wrong_write_is_found(part, monkeypatch):
         run.check(None)
 
 
-def test_verdicts_are_over_pages_alone():
+def test_verdicts_compare_with_pages_alone():
     for operation, name, ratio, said in (
         ("attention", "64x8192", 1.07, "1.07 x pages alone: pass"),
         ("attention", "8x8192", 1.32, "1.32 x pages alone: falls short"),

@@ -26,7 +26,7 @@ def test_programs_measure_what_they_say(tmp_path, program, operations, peers):
     assert_measures(tmp_path, program, [(operation, peers, DTYPES) for operation in operations])
 
 
-def test_verdicts_of_a_host_tier():
+def test_verdicts_compare_a_host_tier_with_its_target():
     job = ServeJob(LLAMA_8B, KVCacheDType.BFLOAT16, 1)
     assert_verdicts(
         (timed("host tier sequence", job, 25e3, clock=Clock.HOST), ["0.10 x computed again: pass"]),

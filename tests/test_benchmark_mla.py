@@ -30,7 +30,7 @@ def test_programs_measure_what_they_say(tmp_path, program):
     assert_measures(tmp_path, program, EXPECTED[program])
 
 
-def test_verdicts_of_attention_over_latents(monkeypatch):
+def test_verdicts_compare_attention_over_latents_with_targets(monkeypatch):
     def attention(row, dtype, us, peer="kvjax") -> Measurement:
         return timed("mla attention", MLAJob(MLARow.of(row), dtype), us, peer)
 

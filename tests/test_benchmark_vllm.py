@@ -125,7 +125,7 @@ def verdicts(found: Any, failed: Any = None) -> dict[str, bool | None]:
     return {check.name: check.holds for check in judged}
 
 
-def test_checks_hold_of_equal_results():
+def test_checks_pass_for_equal_results():
     assert {*verdicts(results({})).values()} == {True}
 
 
@@ -149,7 +149,7 @@ def test_checks_hold_of_equal_results():
         (("nvfp4", "KVJAX", "asleep"), "asleep", {"same": False}, "sleep keeps"),
     ],
 )
-def test_a_check_fails_of_a_wrong_result(key: Any, job: str, change: Any, failing: str):
+def test_a_check_fails_for_a_wrong_result(key: Any, job: str, change: Any, failing: str):
     found = results({(key, job): change})
     [failed] = [name for name, holds in verdicts(found).items() if not holds]
     assert failed.startswith(failing)

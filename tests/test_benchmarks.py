@@ -212,7 +212,7 @@ def test_device_timestamps_are_summed_for_each_of_equal_calls_after_the_warm_up(
 
 
 @pytest.mark.parametrize("twice", [0.011, 0.04])
-def test_a_clock_that_does_not_tell_twice_the_work_fails_the_program(monkeypatch, twice):
+def test_a_program_fails_where_twice_the_work_does_not_take_twice_the_time(monkeypatch, twice):
     timings = [timing.Timing((each,) * 3, Clock.WALL) for each in (0.01, twice)]
     monkeypatch.setattr(timing, "once_and_twice", lambda: timings)
     with pytest.raises(AssertionError, match="no time of this run"):
@@ -322,7 +322,7 @@ def test_plots_and_readmes_table_are_of_the_measurements(results, tmp_path):
     assert "| cuDNN, dense keys and values | bfloat16 | 150 | 327,680 |" in table
 
 
-def test_verdicts_of_writes():
+def test_verdicts_compare_writes_with_targets():
     def write(dtype, num_tokens, us=1.0, peer="kvjax", layout=NHD, clock=Clock.DEVICE) -> Measurement:
         return timed("write", WriteJob(shapes.LLAMA_8B, dtype, num_tokens, layout), us, peer, clock)
 
@@ -339,7 +339,7 @@ def test_verdicts_of_writes():
     assert bars.summary(["90.0% of copy: pass", "-", "1.20 x NHD: falls short"]) == " 1 of 2 targets are met."
 
 
-def test_verdicts_of_calls_from_torch():
+def test_verdicts_compare_calls_from_torch_with_targets():
     def call(us, peer="kvjax_torch, scales as floats", **facts) -> Measurement:
         return timed("bridge host", WriteJob(SMALL, NVFP4, 64), us, peer, Clock.HOST, **facts)
 
@@ -356,7 +356,7 @@ def attention(name, dtype, us, peer="kvjax") -> Measurement:
     return timed("ragged attention" if row.is_step else "attention", AttentionJob(row, dtype), us, peer)
 
 
-def test_verdicts_of_attention():
+def test_verdicts_compare_attention_with_targets():
     int8, mixed = KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_K_NVFP4_V
     assert_verdicts(
         (attention("64x8192", BFLOAT16, 495.0), ["92.9% of reading: pass"]),
@@ -390,7 +390,7 @@ def step(dtype, num_seqs, ms, peer="kvjax", devices=1, **facts) -> Measurement:
     return timed("serve", job, ms * 1e3, peer, Clock.HOST, **known)
 
 
-def test_verdicts_of_serving():
+def test_verdicts_compare_serving_with_targets():
     exposed, too_much = "3.0% of a step exposed: pass", "of a step exposed: falls short"
     most = step(NVFP4, 142, 16.0)
     assert_verdicts(
@@ -408,7 +408,7 @@ def test_verdicts_of_serving():
 
 
 @flagsaver.flagsaver(devices=[2])
-def test_verdicts_of_divided_models():
+def test_verdicts_compare_divided_models_with_targets():
     exposed, waits = "3.0% of a step exposed: pass", "10.0% of a step in its dispatch: pass"
     too_much = "95.0% of a step in its dispatch: falls short"
     assert_verdicts(
@@ -439,7 +439,7 @@ def test_the_cuda_kernels_build(tmp_path):
     assert all(getattr(library, name) for name in (*cuda.WRITES.values(), "copy_by_kernel", "time_memcpy"))
 
 
-def test_what_one_device_holds_is_what_several_serve():
+def test_several_devices_serve_the_rows_that_one_device_holds():
     """An H200 holds 64 sequences of 8,192 tokens in bfloat16 beside Llama-3.1-8B, an H100 32 of them."""
     h100, h200 = 59 << 30, 98 << 30  # three quarters of their memory, as jax allocates
     assert [LLAMA_8B.most(dtype) for dtype in TIMED_DTYPES] == [40, 80, 142]
@@ -457,7 +457,7 @@ def test_what_one_device_holds_is_what_several_serve():
 
 
 @pytest.mark.full
-def test_only_the_tail_is_computed():
+def test_full_caches_leave_only_the_last_tokens_to_compute():
     """The engine finds all but the last tokens in the caches, in blocks that lie apart."""
     engine, run = serving.full_engine(ServeJob(TINY, BFLOAT16, 3))
     engine.step()

@@ -148,7 +148,7 @@ def compile_here(kernels: list[AnyCount], done: list[AnyCount], monkeypatch: pyt
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_what_processes_do_not_compile_this_one_does(fail: bool, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_that_no_process_compiles_are_compiled_in_this_one(fail: bool, monkeypatch: pytest.MonkeyPatch):
     kernels = [gather_kernel(simple_spec(KVCacheDType.BFLOAT16)) for _ in range(20)]
     here: list[AnyCount] = []
     compile_here(kernels, here, monkeypatch)
@@ -271,7 +271,7 @@ def test_jax_is_not_started_to_compile_and_can_be_later():
     subprocess.run([sys.executable, "-W", "error", "-c", LOWERS], check=True, env=env)
 
 
-def test_what_mosaic_sees_of_jax_is_jax_again_whatever_fails():
+def test_mosaics_jax_module_is_restored_even_after_an_error():
     with lowering.without_starting_jax(H200):
         assert lowering.mosaic.jax.local_devices() == [H200]
         assert lowering.mosaic.jax.jit is jax.jit

@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_warned_of_once(tmp_path: Pat
     assert full.read(KEY) == KERNEL
 
 
-def test_what_was_not_used_for_longest_makes_room(tmp_path: Path):
+def test_the_least_recently_used_kernels_are_removed_to_make_room(tmp_path: Path):
     folder = Folder(tmp_path / "kvjax")
     for i in range(4):
         folder.write(f"key {i}", bytes(1000))
@@ -280,7 +280,9 @@ def test_the_command_shows_and_clears(folder: Folder, monkeypatch: pytest.Monkey
     assert "not kept: KVJAX_CACHE_DIR is '0'" in capsys.readouterr().out
 
 
-def test_the_command_says_why_it_cannot(folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_the_command_reports_an_unsafe_folder_and_an_invalid_size(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     folder.write(KEY, KERNEL)
     folder.path.chmod(0o777)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(folder.path))

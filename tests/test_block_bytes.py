@@ -73,7 +73,7 @@ def test_blocks_are_imported_as_they_were_exported(spec):
         assert_same_bytes(page_bytes(cache), same)
 
 
-def test_the_format_is_this():
+def test_exported_bytes_have_the_documented_format():
     """From its description, by other means: what is stored today can be read tomorrow."""
     spec = simple_spec(FP8, block_size=2, head_size=16)
     cache = layers(spec, 2, 4, k_scale=np.float32([0.1, 0.25]))
@@ -111,7 +111,7 @@ def test_the_format_is_this():
     assert export_blocks(cache, np.array([3, 1]), hashes=HASHES[:1]) == expected
 
 
-def test_the_hashes_are_these():
+def test_block_hashes_follow_the_documented_formula():
     """Of ids and salt alone: stores and other processes keep them."""
     pool = BlockPool(4, 2)
     sequence = pool.sequence(salt=b"adapter")
@@ -123,7 +123,7 @@ def test_the_hashes_are_these():
     assert sequence.block_hashes == (first, second)
 
 
-def test_a_tree_of_caches_keeps_its_form():
+def test_importing_keeps_the_tree_structure_of_caches():
     spec = simple_spec()
     caches = {"a": poisoned(spec, 4), "b": (poisoned(spec, 4, 1), poisoned(spec, 4, 2))}
     data = export_blocks(caches, [1])
@@ -176,7 +176,7 @@ class Trickle(io.RawIOBase):
         return part
 
 
-def test_files_of_any_kind(tmp_path: Path):
+def test_any_kind_of_file_is_exported_to_and_imported_from(tmp_path: Path):
     cache, expected = poisoned(simple_spec(), 7), page_bytes(poisoned(simple_spec(), 7))[FROM]
     data = export_blocks(cache, FROM)
     trickle, path = Trickle(), tmp_path / "blocks"
@@ -367,7 +367,7 @@ def test_a_device_without_memory_changes_no_cache(monkeypatch: pytest.MonkeyPatc
         (lambda cache: jax.jit(lambda c: export_blocks(c, [1]))(cache), KVCacheTypeError, "got a traced cache"),
     ],
 )
-def test_arguments_are_refused(call, error, message):
+def test_invalid_arguments_are_refused(call, error, message):
     cache = destination()
     with pytest.raises(error, match=message):
         call(cache)

@@ -269,14 +269,14 @@ class Walk:
 
 
 @matrix({"seed": range(25)}, few={"seed": range(8)})
-def test_any_calls_keep_what_windows_see_and_find_what_is_cached(seed: int):
+def test_random_calls_keep_blocks_in_windows_and_find_cached_prefixes(seed: int):
     walk = Walk(random.Random(seed))
     for _ in range(120):
         walk.step()
 
 
 @matrix({"seed": range(40)}, few={"seed": range(12)})
-def test_any_calls_with_blocks_on_the_host_give_every_token_back(seed: int):
+def test_random_calls_with_blocks_on_the_host_restore_every_token(seed: int):
     rng = random.Random(seed)
     walk = Walk(rng, num_host_blocks=rng.choice((1, 3, 10, 40)))
     for _ in range(150):
@@ -339,7 +339,7 @@ def test_drafts_are_rejected_whatever_the_window():
     assert sequence.num_tokens == 9 + 7
 
 
-def test_a_look_up_neither_holds_nor_uses():
+def test_a_look_up_changes_neither_references_nor_the_eviction_order():
     pool = BlockPool(3, 1, records_events=True)
     for ids in ([1, 0], [2, 0]):
         grown(pool, ids).free()
@@ -385,7 +385,7 @@ def test_after_a_reset_nothing_of_before_is_found():
     assert pool.num_cached_tokens([9, 0]) == 1
 
 
-def test_states_are_given_with_blocks_and_forked():
+def test_states_are_allocated_with_blocks_and_shared_by_forks():
     pool = BlockPool(8, 2, num_states=2)
     one, two, three = (pool.sequence([1, 2, 3]) for _ in range(3))
     assert (one.state, pool.num_free_states) == (-1, 2)
@@ -414,7 +414,7 @@ def test_states_are_given_with_blocks_and_forked():
     assert (two.state, one.state, pool.num_free_states) == (0, -1, 0)
 
 
-def test_a_step_of_each_group():
+def test_each_group_has_a_step_of_its_own():
     pool = BlockPool(12, groups=[Layers(4), Layers(2, 3)])
     sequence = grown(pool, list(range(7)), chunk=3)
     pool.append([sequence], [1])
@@ -444,7 +444,7 @@ def test_a_step_of_each_group():
         (lambda: kvjax.max_group_blocks([], 1), KVCacheValueError, "max_group_blocks: got no specs"),
     ],
 )
-def test_what_cannot_be_is_named(call, error, message):
+def test_invalid_arguments_are_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -196,7 +196,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_calls_are_those_of_the_naive_model(seed: int):
+def test_random_calls_match_the_naive_model(seed: int):
     walk = Walk(random.Random(seed))
     for _ in range(150):
         walk.step()
@@ -222,7 +222,7 @@ def test_a_prefix_is_shared_and_found_after_its_sequence_ended():
     assert pool.sequence([1, 2, 3, 4, 5]).blocks.tolist() == [0, 1]
 
 
-def test_of_a_whole_prompt_the_last_token_is_computed():
+def test_the_last_token_of_a_cached_prompt_is_computed_again():
     pool = BlockPool(6, 2)
     grown(pool, [1, 2, 3, 4])
     assert pool.sequence([1, 2, 3, 4]).num_tokens == 2
@@ -251,7 +251,7 @@ def test_no_salt_has_the_hash_of_another_salts_block(prefix):
             assert pool.sequence([3, 4, 5], salt=salt).num_tokens == 0
 
 
-def test_the_least_recently_used_is_evicted_first_from_its_end():
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end():
     pool = BlockPool(6, 1)
     old, new = grown(pool, [1, 2, 3]), grown(pool, [4, 5])
     assert old.blocks.tolist() == [0, 1, 2]
@@ -271,7 +271,7 @@ def test_tokens_that_were_not_committed_are_not_shared():
     assert pool.sequence([1, 2, 3]).num_tokens == 2
 
 
-def test_of_forks_that_disagree_about_a_block_the_first_is_believed():
+def test_a_block_of_forks_is_cached_with_the_tokens_committed_first():
     pool = BlockPool(4, 2)
     first = pool.sequence()
     pool.append([first], [2])
@@ -315,7 +315,7 @@ def test_out_of_blocks_says_what_was_asked_and_takes_nothing():
     assert str(pickle.loads(pickle.dumps(raised.value))) == message
 
 
-def test_blocks_have_as_many_holders_as_were_forked():
+def test_a_fork_adds_a_reference_to_each_block():
     pool = BlockPool(3, 16)
     blocks = pool.allocate(2)
     pool.fork(blocks)
@@ -358,7 +358,7 @@ def test_a_block_behind_the_window_is_still_found_until_it_is_needed():
         (lambda pool: pool.append([BlockPool(1, 1).sequence()], [1]), KVCacheValueError, r"sequences\[0\]: got a seq"),
     ],
 )
-def test_what_cannot_be_is_named(call, error, message):
+def test_invalid_arguments_are_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call(BlockPool(4, 2))
 
@@ -436,6 +436,6 @@ def test_arguments_of_another_kind_are_named_and_change_nothing(call, error, mes
     assert ([pool.ref_cnt(block) for block in range(4)], held, one.num_tokens) == ([1, 0, 0, 0], [0], 0)
 
 
-def test_it_knows_nothing_of_jax():
+def test_block_pools_do_not_import_jax():
     for module in (pool_module, core, sequence_module, store, host, groups, hashes):
         assert not {"jax", "jnp"} & set(vars(module))

@@ -198,7 +198,7 @@ def test_a_length_that_a_window_cannot_go_on_from_is_refused_and_nothing_is_cut(
     ],
     ids=["none any more", "more of it", "as much elsewhere"],
 )
-def test_padding_that_is_another_than_it_was_is_refused(later: list[list[int]] | None, message: str):
+def test_changed_padding_is_refused(later: list[list[int]] | None, message: str):
     table, mask = BlockTable(9, 2), np.array([[0, 1, 1, 1], [1, 1, 1, 1]], np.bool_)
     table.grow(2, 0, 4, is_token=mask)
     mask[:] = False  # the caller may reuse its memory

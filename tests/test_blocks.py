@@ -92,7 +92,7 @@ def on_the_host(device: jax.Device, memory: str) -> Sharding:
 
 
 @EACH_SPEC
-def test_pages_are_copied_as_they_are(device, spec):
+def test_pages_are_copied_bit_for_bit(device, spec):
     before = page_bytes(poisoned(spec, NUM_BLOCKS))
     after = copied(before, before, PAIRS)
     assert_same_bytes(page_bytes(_copy(poisoned(spec, NUM_BLOCKS), PAIRS)), after)
@@ -106,7 +106,7 @@ blocks = st.integers(-2, NUM_BLOCKS + 1)
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(blocks, blocks), max_size=12, unique_by=lambda pair: pair[1]))
-def test_any_pairs_read_what_was_there_before(pairs):
+def test_all_pages_are_read_before_any_is_written(pairs):
     # One number of pairs, filled up, as an engine would: one compilation.
     pairs = np.array([*pairs, *[(-1, -1)] * (12 - len(pairs))], np.int32)
     before = page_bytes(poisoned(simple_spec(), NUM_BLOCKS))
@@ -115,7 +115,7 @@ def test_any_pairs_read_what_was_there_before(pairs):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("as_jax", [False, True])
-def test_integers_of_either_size_and_home(dtype, as_jax):
+def test_pairs_may_be_int32_or_int64_arrays_of_numpy_or_jax(dtype, as_jax):
     cache, pairs = poisoned(simple_spec(), 4), np.array([[0, 3], [1, 0]], dtype)
     with jax.enable_x64(dtype == np.int64):
         pairs = jnp.asarray(pairs) if as_jax else pairs
@@ -234,7 +234,7 @@ def test_on_a_gpu_pages_are_read_then_written_in_place(target, spec):
     assert program.temp_size <= len(PAIRS) * spec.page_size_bytes + 1024
 
 
-def test_caches_of_a_batch_and_of_a_scan():
+def test_copies_run_under_vmap_and_in_a_scan():
     before = page_bytes(poisoned(simple_spec(), NUM_BLOCKS))
     cache, pairs = poisoned(simple_spec(), NUM_BLOCKS), np.stack([PAIRS, PAIRS[::-1]])
     stacked = jax.tree.map(lambda kv: jnp.stack([kv, kv]), cache)
@@ -249,7 +249,7 @@ def test_caches_of_a_batch_and_of_a_scan():
 
 @EACH_SPEC
 @pytest.mark.parametrize("memory", ["cpu", "pinned"])
-def test_pages_go_to_the_host_and_back_as_they_are(device, memory, spec):
+def test_pages_are_swapped_to_the_host_and_back_bit_for_bit(device, memory, spec):
     where = on_the_host(device, memory)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         host = jax.device_put(poisoned(spec, 5, seed=1), where)
@@ -322,7 +322,7 @@ PAIRS_ERRORS = [
 
 
 @pytest.mark.parametrize(("pairs", "error", "message"), PAIRS_ERRORS)
-def test_pairs_are_refused(pairs, error, message):
+def test_invalid_pairs_are_refused(pairs, error, message):
     cache, other = poisoned(simple_spec(), 4), poisoned(simple_spec(), 4, seed=1)
     copies = [copy_blocks, _copy, lambda cache, pairs: swap_blocks(other, cache, pairs)]
     for copy in copies if error is VALUE else (copies[0], copies[2]):
@@ -362,7 +362,7 @@ def test_caches_of_different_specs_are_refused(change, message):
     assert not destination.kv.is_deleted()
 
 
-def test_one_cache_for_both_is_refused():
+def test_a_swap_within_one_cache_is_refused():
     cache = poisoned(simple_spec(), 4)
     with pytest.raises(KVCacheValueError, match=r"^destination: got the cache that is the source; .* use copy_blocks"):
         swap_blocks(cache, cache, PAIRS)
@@ -389,7 +389,7 @@ def test_memory_that_xla_does_not_write_in_place_is_refused():
 
 
 @pytest.mark.parametrize("name", ["source", "destination"])
-def test_caches_of_a_swap_are_refused(name):
+def test_invalid_caches_of_a_swap_are_refused(name):
     spec = simple_spec()
     donated = KVCache.allocate(spec, 2)
     jax.jit(lambda cache: cache, donate_argnums=0)(donated)

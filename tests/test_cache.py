@@ -63,7 +63,7 @@ def test_an_allocated_cache_has_the_shape_and_dtype_of_its_spec(dtype, element, 
     cache.check()
 
 
-def test_allocate_places_by_sharding():
+def test_allocate_places_pages_as_the_sharding_says():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert KVCache.allocate(simple_spec(), 2, sharding=sharding).kv.sharding == sharding
 
@@ -88,7 +88,7 @@ SPEC = simple_spec(NVFP4)
 TOO_MANY = 2**37  # more bytes than a process has addresses, so that nothing tries to be large
 
 
-def test_a_cache_that_does_not_fit_says_what_was_asked_for():
+def test_the_error_of_a_cache_that_does_not_fit_says_what_was_requested():
     with pytest.raises(KVCacheMemoryError) as raised:
         KVCache.allocate(SPEC, TOO_MANY)
     message = str(raised.value)
@@ -101,12 +101,12 @@ def test_a_cache_that_does_not_fit_says_what_was_asked_for():
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def test_more_bytes_than_there_are_numbers_for_do_not_fit_either():
+def test_sizes_beyond_64_bits_raise_the_same_error():
     with pytest.raises(KVCacheMemoryError, match=f"^num_blocks: got {2**60}, which need {2**60 * 1152:,} bytes"):
         KVCache.allocate(SPEC, 2**60)
 
 
-def test_a_cache_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_of_a_cache_that_does_not_fit_says_how_many_blocks_fit(monkeypatch: pytest.MonkeyPatch):
     device = jax.local_devices()[0]
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 100 * SPEC.page_size_bytes + 17)
     expected = f"; expected at most 100: 115,217 bytes (0.00 GiB) are free on {device}. Each is a page of 1152"
@@ -119,7 +119,7 @@ def test_a_cache_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPat
             KVCache.allocate(SPEC, TOO_MANY)
 
 
-def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_other_errors_of_the_runtime_are_not_replaced(monkeypatch: pytest.MonkeyPatch):
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
@@ -129,7 +129,7 @@ def test_an_error_of_another_kind_stays_what_it_is(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-def test_a_cache_that_does_not_fit_on_a_gpu_says_how_many_pages_would():
+def test_on_a_gpu_the_error_of_a_cache_that_does_not_fit_says_how_many_blocks_fit():
     device = jax.local_devices(backend="cuda")[0]
     limit = device.memory_stats()["bytes_limit"]
     too_many = 2 * limit // SPEC.page_size_bytes
@@ -267,13 +267,13 @@ def test_only_another_spec_or_size_traces_again():
 
 
 @pytest.mark.parametrize(("head_size", "full_dim"), [(16, 9), (64, 36), (80, 45), (128, 72), (256, 144)])
-def test_nvfp4_kv_cache_full_dim(head_size, full_dim):
+def test_nvfp4_kv_cache_full_dim_returns_the_bytes_of_a_row(head_size, full_dim):
     assert nvfp4_kv_cache_full_dim(head_size) == full_dim
     assert KVCache.allocate(simple_spec(NVFP4, head_size=head_size), 1).kv.shape[-1] == full_dim
 
 
 @pytest.mark.parametrize("head_size", [0, -16, 72])
-def test_nvfp4_kv_cache_full_dim_refuses(head_size):
+def test_nvfp4_kv_cache_full_dim_refuses_invalid_head_sizes(head_size):
     with pytest.raises(KVCacheValueError, match=f"head_size: got {head_size}, expected a positive multiple of 16"):
         nvfp4_kv_cache_full_dim(head_size)
 
@@ -358,11 +358,11 @@ def test_bytes_of_a_poisoned_cache_survive_the_way_to_the_device_and_back():
     ],
     ids=["PartitionSpec", "str", "int"],
 )
-def test_what_is_not_a_sharding_says_what_to_pass(sharding, expected):
+def test_arguments_that_are_no_sharding_are_refused(sharding, expected):
     with pytest.raises(KVCacheTypeError, match=rf"^sharding: .*{re.escape(expected)}"):
         KVCache.allocate(SPEC, 2, sharding=sharding)
 
 
-def test_a_device_is_its_sharding():
+def test_a_device_is_accepted_as_a_sharding():
     [device] = KVCache.allocate(SPEC, 2, sharding=jax.devices()[-1]).kv.devices()
     assert device == jax.devices()[-1]

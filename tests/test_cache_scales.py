@@ -105,7 +105,7 @@ def test_a_read_uses_the_scales_of_the_cache(operation, case):
 
 
 @EACH_CASE
-def test_scales_that_are_given_win(case):
+def test_given_scales_override_those_of_the_cache(case):
     spec, scales = case
     cache, (key, value) = carrying(poisoned(spec, 4), scales), kv_tokens(spec, len(SLOTS))
     expected = reference.write(page_bytes(cache), spec, key, value, SLOTS, 2.0, scales["v_scale"])
@@ -194,7 +194,7 @@ def test_a_layer_has_its_own_row(implementation, case):
 
 
 @pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
-def test_no_layer_has_no_row(layer):
+def test_a_layer_out_of_range_writes_nothing(layer):
     cache = KVCache.allocate(FP8, 4, num_layers=NUM_LAYERS, k_scale=np.ones(NUM_LAYERS, np.float32))
     key, value = kv_tokens(FP8, len(SLOTS))
     assert not np.asarray(reshape_and_cache_flash(key, value, cache, SLOTS, layer=jnp.int32(layer)).kv).any()
@@ -225,7 +225,7 @@ def test_what_calibration_finds_is_passed_straight_in():
 
 
 @pytest.mark.parametrize("scales", [[], [KVScales(np.ones(2, np.float32), np.ones(3, np.float32))]])
-def test_what_does_not_stack(scales):
+def test_scales_that_do_not_stack_are_refused(scales):
     with pytest.raises(KVCacheValueError, match=r"^scales: got "):
         KVScales.stack(scales)
 
@@ -401,7 +401,7 @@ def test_traced_pages_do_not_move_to_a_cache_of_other_scales():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_shardings_of_each_leaf(kind):
+def test_shardings_describe_each_leaf(kind):
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), (kind,) * 2)
     sharding = NamedSharding(mesh, P("data", None, None, None, "tensor"))
     cache = KVCache.allocate(FP8, 2, num_layers=2, sharding=sharding, k_scale=np.ones((2, 2), np.float32), v_scale=2.0)

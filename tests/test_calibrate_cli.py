@@ -561,7 +561,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(tmp_path, text, out, capsys, case, models):
+def test_invalid_inputs_are_refused_and_nothing_is_written(tmp_path, text, out, capsys, case, models):
     model = tmp_path / "model"
     model.mkdir()
     for file in models["llama"].iterdir():
@@ -579,7 +579,7 @@ def test_what_is_refused(tmp_path, text, out, capsys, case, models):
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "a/b/c", "~/model", "", "text.txt"])
-def test_a_model_that_is_neither_a_folder_nor_a_hubs_name(text, out, capsys, name, monkeypatch):
+def test_a_model_that_is_neither_a_folder_nor_a_hub_name_is_refused(text, out, capsys, name, monkeypatch):
     monkeypatch.chdir(text.parent)
     assert calibrate(name, text, out) == 2
     assert f"model: got {name!r}, which is no folder, expected a model's folder" in capsys.readouterr().err
@@ -616,7 +616,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(text, out, capsys, 
         (["--samples", "0"], "got 0, expected at least 1"),
     ],
 )
-def test_arguments_that_are_refused(text, out, capsys, arguments, message):
+def test_invalid_arguments_are_refused(text, out, capsys, arguments, message):
     with pytest.raises(SystemExit) as raised:
         calibrate("model", text, out, *arguments)
     assert raised.value.code == 2

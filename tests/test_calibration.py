@@ -139,7 +139,7 @@ def test_the_least_squared_error_is_that_of_the_cache(per_head: bool):
 
 
 @matrix({"method": METHODS}, few={"method": ["amax"]})
-def test_batches_are_the_callers(method: str):
+def test_scales_do_not_depend_on_how_samples_are_batched(method: str):
     """One batch of all tokens, batches of other shapes and element types' exact values: the same scales."""
     samples = [[tuple(x.astype(ml_dtypes.bfloat16) for x in layer) for layer in batch] for batch in SAMPLES]
     exact = [
@@ -188,7 +188,7 @@ def test_batches_of_one_shape_are_compiled_once(update: str):
     assert compiled._cache_size() == 1
 
 
-def test_counts_pass_32_bits():
+def test_counts_of_magnitudes_may_exceed_32_bits():
     (low, high) = counts = jnp.zeros((2, 1, calibration.NUM_BINS), jnp.uint32)
     one = int(np.flatnonzero(calibration._count(jnp.ones((1, 1)), (jnp.zeros(1), counts), FP8, False)[1][0][0])[0])
     full = low.at[0, one].set(2**32 - 2)
@@ -252,7 +252,7 @@ def test_latents_and_rope_keys_of_every_dtype_are_checked(dtype: str):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_zeros_are_told(method: str):
+def test_samples_of_zeros_are_warned_of(method: str):
     key, value = (x.copy() for x in SAMPLES[0][0])
     key[:, 1:] = 0
     with pytest.warns(KVCacheWarning) as caught:
@@ -276,7 +276,7 @@ def test_scales_stay_in_the_range_that_operations_take():
             kvjax.check_scale("k_scale", scales.k_scale)
 
 
-def test_what_is_found_is_what_operations_take():
+def test_operations_accept_the_scales_that_calibration_finds():
     scales = calibrate([FP8], [batch[:1] for batch in SAMPLES], per_head=True)
     key, value = SAMPLES[1][0]
     cache = kvjax.KVCache.allocate(FP8, 3)
@@ -309,7 +309,7 @@ def test_what_is_found_is_what_operations_take():
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], message: str):
+def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], message: str):
     with pytest.raises(KVCacheValueError) as raised:
         calibrate(**{"specs": SPECS, "samples": SAMPLES} | change)
     assert message in str(raised.value)

@@ -211,7 +211,7 @@ def test_a_checked_program_for_a_gpu_holds_the_kernel():
 
 @pytest.mark.full
 @pytest.mark.parametrize("slots", [GOOD_SLOTS, with_entry(GOOD_SLOTS, 3, 31)], ids=["allowed", "taken"])
-def test_a_checked_kernel_interpreted(slots):
+def test_checks_run_before_an_interpreted_kernel(slots):
     """The checks see the kernel's program as any other, with the refs that it writes through."""
     plain = page_bytes(write(poisoned(FP8, NUM_BLOCKS), slot_mapping=np.where(slots == 31, -1, slots)))
     step = functools.partial(write, implementation="mosaic")
@@ -221,7 +221,7 @@ def test_a_checked_kernel_interpreted(slots):
     assert_same_bytes(page_bytes(written)[:3], plain[:3])  # which of two tokens has slot 31 is unspecified
 
 
-def test_inside_scan_and_vmap():
+def test_checks_run_inside_scan_and_vmap():
     slots = np.stack([GOOD_SLOTS, with_entry(GOOD_SLOTS, 4, 31)])
     cache = poisoned(FP8, NUM_BLOCKS)
     stacked = jax.tree.map(lambda kv: jnp.stack([kv, kv]), cache)
@@ -276,7 +276,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("run", GIVEN)
-def test_off_it_leaves_no_trace_in_a_program(run, monkeypatch: pytest.MonkeyPatch):
+def test_without_checked_mode_programs_contain_no_checks(run, monkeypatch: pytest.MonkeyPatch):
     def call(cache, given):
         return run(cache, **given)
 
@@ -299,7 +299,7 @@ def test_off_it_leaves_no_trace_in_a_program(run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
-def test_off_nothing_is_copied_from_the_gpu():
+def test_without_checked_mode_nothing_is_copied_from_the_gpu():
     cache = poisoned(FP8, NUM_BLOCKS)
     slots, scale = jnp.asarray(GOOD_SLOTS), jnp.float32(2)
     calls = [
@@ -316,7 +316,7 @@ def test_off_nothing_is_copied_from_the_gpu():
         copy(cache, pairs=PAIRS)
 
 
-def test_the_mode_is_of_one_thread_and_nests():
+def test_checked_mode_is_local_to_a_thread_and_nests():
     seen = []
     assert not kvjax.is_checked()
     with kvjax.checked():
@@ -335,12 +335,12 @@ def test_the_mode_is_of_one_thread_and_nests():
     assert not kvjax.is_checked()
 
 
-def test_enabled_is_a_bool():
+def test_a_mode_that_is_no_bool_is_refused():
     with pytest.raises(KVCacheTypeError, match="enabled: got 'yes' of type str, expected a bool"):
         kvjax.checked("yes")
 
 
-def test_an_int64_is_looked_at_whole():
+def test_all_64_bits_of_an_int64_are_checked():
     cache = poisoned(FP8, NUM_BLOCKS)
     with kvjax.checked():
         with pytest.raises(KVCacheValueError, match=r"slot_mapping\[3\]: got 4294967296, expected less than"):
@@ -349,7 +349,7 @@ def test_an_int64_is_looked_at_whole():
             copy(cache, pairs=with_entry(PAIRS.astype(np.int64), 0, [2**32 + 1, 0]))
 
 
-def test_nothing_to_check_is_no_error():
+def test_empty_arrays_pass_every_check():
     cache = poisoned(FP8, NUM_BLOCKS)
     none = np.zeros((0, 2, 64), np.float32)
     with kvjax.checked():
@@ -385,7 +385,7 @@ def _compiled_check(check: Any, *sizes: int) -> Any:
 
 @settings(max_examples=60)
 @given(st.lists(small, min_size=6, max_size=6))
-def test_slots_against_a_plain_loop(slots):
+def test_the_check_of_slots_matches_a_plain_loop(slots):
     past = next((i for i, slot in enumerate(slots) if slot >= 8), None)
     taken = next((i for i, slot in enumerate(slots) if slot >= 0 and slot in slots[:i]), None)
     found = found_by(check_slots, np.array(slots, np.int32), 8)
@@ -406,7 +406,7 @@ def test_slots_against_a_plain_loop(slots):
         st.tuples(st.integers(-1, 7), st.lists(st.integers(-2, 4), min_size=3, max_size=3)), min_size=3, max_size=3
     )
 )
-def test_sequences_against_a_plain_loop(sequences):
+def test_the_check_of_sequences_matches_a_plain_loop(sequences):
     lens, table = (np.array(x, np.int32) for x in zip(*sequences, strict=True))
     long = next((i for i, length in enumerate(lens) if not 0 <= length <= 6), None)
     missing = next(
@@ -423,7 +423,7 @@ def test_sequences_against_a_plain_loop(sequences):
 
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4], ids=lambda dtype: dtype.value)
-def test_scales_of_every_layer_are_looked_at(dtype):
+def test_scales_of_every_layer_are_checked(dtype):
     """An unquantized layer ignores its scale, but a wrong one is a mistake there too."""
     cache = poisoned(simple_spec(dtype), NUM_BLOCKS)
     assert can_write("xla", cache.spec)

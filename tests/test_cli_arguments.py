@@ -27,7 +27,7 @@ def test_an_amount_of_memory_is_parsed(word: str, size: int):
 
 
 @pytest.mark.parametrize("word", ["", "GiB", "40G", "40 gigabytes", "-1GiB", "1e9", "1,000", "1.GiB", "0x10", "٤GiB"])
-def test_memory_that_is_refused(word: str):
+def test_invalid_amounts_of_memory_are_refused(word: str):
     message = (
         f"got {word!r}, expected a number of bytes, or a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB,"
         " as in 40GiB"
@@ -56,7 +56,7 @@ def test_an_argument_below_the_least_is_refused():
         (f"{2**63}", f"got {2**63}, expected at most {2**63 - 1}"),
     ],
 )
-def test_numbers_that_are_refused(word: str, message: str):
+def test_invalid_numbers_are_refused(word: str, message: str):
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{re.escape(message)}$"):
         at_least(1)(word)
 

@@ -39,7 +39,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     return run
 
 
-def test_every_figure_of_one_model(plan: Plan):
+def test_a_plan_holds_every_figure_of_a_model(plan: Plan):
     """Llama 3.1 8B: 32 layers of 8 KV heads of 128; an NVFP4 row is 72 bytes."""
     assert plan(LLAMA, "--kv-cache-dtype", "nvfp4", "--memory", "40GiB") == {
         "warnings": [],
@@ -94,7 +94,7 @@ def test_the_keys_are_the_documented_ones(plan: Plan):
     assert len(documented) == len(set(documented)) == 37
 
 
-def test_the_documented_output_is_the_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_command_prints_the_documented_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     [(command, printed)] = re.findall(r"```console\n\$ kvjax (.*)\n((?s:.*?))```", PLAN_PAGE)
     monkeypatch.chdir(ROOT)
     assert main(shlex.split(command)) == 0
@@ -148,7 +148,7 @@ def test_exact_windows_leave_less_for_pages(plan: Plan, capsys: pytest.CaptureFi
     assert f"exact windows of 64 tokens of 100 sequences: {window:,} bytes of these" in capsys.readouterr().out
 
 
-def test_the_checkpoint_decides_where_nobody_asks(plan: Plan):
+def test_the_default_dtype_is_that_of_the_checkpoint(plan: Plan):
     config = str(CONFIGS / "Laguna-XS.2-FP8.json")
     assert {(dtype, source, skipped) for _, dtype, source, skipped, *_ in pages(plan(config))} == {
         ("fp8_e4m3", "checkpoint", False)
@@ -160,7 +160,7 @@ def test_the_checkpoint_decides_where_nobody_asks(plan: Plan):
     ]
 
 
-def test_the_model_decides_where_nobody_declares(plan: Plan):
+def test_the_default_dtype_without_a_declaration_is_that_of_the_model(plan: Plan):
     document = plan(LLAMA)
     assert pages(document) == [(32, "bfloat16", "model", False, 16, 65536, 0)]
     assert (document["memory_bytes"], document["ratio"]) == (2**30, 1)
@@ -196,7 +196,7 @@ def test_each_layer_may_have_a_dtype_of_its_own(plan: Plan, capsys: pytest.Captu
     assert [row.split("|")[3].strip() for row in rows] == ["bfloat16", "bfloat16", "fp8_e4m3", "float16", "nvfp4"]
 
 
-def test_layers_that_nobody_names_are_the_checkpoints(plan: Plan, tmp_path: Path):
+def test_layers_that_are_not_named_have_the_dtype_of_the_checkpoint(plan: Plan, tmp_path: Path):
     layers = {f"model.layers.{layer}.self_attn": {"quant_algo": "NVFP4" if layer > 3 else "FP8"} for layer in range(30)}
     declared = {"kv_cache_quant_algo": "MIXED_PRECISION", "kv_cache_quantized_layers": layers}
     config = json.loads(Path(LLAMA).read_text())
@@ -214,7 +214,7 @@ def test_layers_that_nobody_names_are_the_checkpoints(plan: Plan, tmp_path: Path
     assert len({group["page_bytes"] for group in document["groups"]}) == 1
 
 
-def test_values_with_a_head_size_of_their_own(plan: Plan):
+def test_values_are_planned_with_their_own_head_size(plan: Plan):
     document = plan(str(CONFIGS / "MiMo-V2-Flash.json"), "--kv-cache-dtype", "nvfp4")
     assert [(group["head_size"], group["head_size_v"]) for group in document["groups"]] == [(192, 128)] * 2
     assert [group["bytes_per_token"] for group in document["groups"]] == [720, 1440]
@@ -242,7 +242,7 @@ def test_every_device_holds_all_latents(plan: Plan, tmp_path: Path, dtype: str, 
     assert skipped["totals"]["bytes_per_token"] == 3 * 1152 + 58 * bytes_per_token
 
 
-def test_latents_in_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_table_shows_the_sizes_of_latents(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     assert main(["plan", "--config", str(tmp_path), "--kv-cache-dtype", "nvfp4"]) == 0
     assert "| nvfp4 | user | latent 512 + 64 |    16 |         416 |" in capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_latents_in_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ),
     ],
 )
-def test_dtypes_that_a_models_cache_does_not_have(
+def test_dtypes_that_a_models_cache_does_not_have_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any], arguments: list[str], message: str
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -297,7 +297,7 @@ def test_skipped_layers_have_no_scales_to_swizzle(plan: Plan):
     )
 
 
-def test_memory_for_nothing_has_no_ratio(plan: Plan, capsys: pytest.CaptureFixture[str]):
+def test_a_plan_of_too_little_memory_has_no_ratio(plan: Plan, capsys: pytest.CaptureFixture[str]):
     document = plan(LLAMA, "--memory", "1000")
     assert (document["totals"]["tokens"], document["bfloat16"]["tokens"], document["ratio"]) == (0, 0, None)
     assert main(["plan", "--config", LLAMA, "--memory", "1000"]) == 0
@@ -509,7 +509,7 @@ def test_the_table_says_who_shares_and_what_slides(capsys: pytest.CaptureFixture
     assert last.startswith("sliding layers count every token")
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_prints_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "kvjax", "plan", "--config", str(CONFIGS / "gpt-oss-20b.json")]

@@ -168,7 +168,7 @@ def test_blocks_were_reused_and_writes_timed(rows):
 
 
 @DTYPES
-def test_the_model_writes_on(result):
+def test_the_model_continues_a_prompt(result):
     continuation = result["continuation"]
     assert continuation["dtype"] == result["rows"][-1]["dtype"]
     assert len(continuation["prompt"]) > 0

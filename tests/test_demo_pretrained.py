@@ -146,7 +146,7 @@ def test_exact_windows_are_those_of_quantized_layers(model):
     assert (logits({"0": "float32", "*": "nvfp4"}, 8) != logits({"0": "float32", "*": "nvfp4"}, None)).any()
 
 
-def test_divergence_is_its_definition():
+def test_divergence_matches_its_definition():
     rng = np.random.default_rng(4)
     logits, reference = rng.normal(size=(2, 7, 11))
     targets = rng.integers(0, 11, 7)

@@ -98,7 +98,7 @@ def test_a_float32_cache_gives_the_logits_of_no_cache(model, requests, texts):
         np.testing.assert_array_equal(one.tokens, text)
 
 
-def test_generating_is_following_what_was_generated(model):
+def test_greedy_tokens_are_those_of_the_largest_logits(model):
     prompt = np.frombuffer(b"def served(", np.uint8)
     greedy = sample(prompt, 20, temperature=0, seed=0)
     (written,), _ = serve_all(model, kvjax.KVCacheDType.FLOAT32, [greedy])

@@ -20,13 +20,13 @@ def test_the_split_of_a_path_never_changes():
     assert {path for path in held_out | training if text.is_held_out(path)} == held_out
 
 
-def test_every_file_is_on_one_side(files):
+def test_every_file_is_either_for_training_or_held_out(files):
     training, held_out = text.split(files)
     assert set(training).isdisjoint(held_out)
     assert sorted(training + held_out) == list(files)
 
 
-def test_both_sides_are_large_enough_to_mean_something(files):
+def test_training_and_held_out_texts_are_large_enough(files):
     training, held_out = (text.read(text.standard_library(), side) for side in text.split(files))
     assert training.size > 4_000_000
     assert 0.02 < held_out.size / training.size < 0.2

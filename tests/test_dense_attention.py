@@ -45,7 +45,7 @@ def hopper(*, detect_races: bool = False, multiprocessors: int = 1) -> Iterator[
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=lambda dtype: np.dtype(dtype).name)
-def test_xla_is_attention(dtype: Any, causal: bool):
+def test_xla_matches_float64(dtype: Any, causal: bool):
     args = arrays(STEP, dtype)
     check(args, _run(*args, causal=causal, implementation="xla"), attention(args, causal))
 
@@ -80,7 +80,7 @@ def test_rows_before_the_first_sequence_see_nothing():
 
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 140)), min_size=3, max_size=3), st.booleans())
-def test_any_lengths_are_attended_to_right(lengths: list[tuple[int, int]], causal: bool):
+def test_xla_matches_float64_for_random_lengths(lengths: list[tuple[int, int]], causal: bool):
     """Of a call that is compiled once."""
     q_lens, kv_lens = zip(*lengths, strict=True)
     args = arrays(Lengths(q_lens, kv_lens), padding=(210 - sum(q_lens), 420 - sum(kv_lens)))
@@ -109,7 +109,7 @@ def test_nothing_to_attend_to_is_no_error(lengths: Lengths):
         ),
     ],
 )  # fmt: skip
-def test_the_kernel_is_attention_without_races(lengths: Lengths, causal: bool, options: dict[str, Any]):
+def test_the_interpreted_kernel_matches_float64_without_races(lengths: Lengths, causal: bool, options: dict[str, Any]):
     """On one multiprocessor, which takes all items one after another."""
     args = arrays(lengths, BFLOAT16, **options)
     with hopper(detect_races=True):
@@ -129,7 +129,7 @@ def test_the_kernel_divides_the_tokens_of_few_rows(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.gpu
 @matrix(ON_A_GPU, pairs=True)
-def test_on_a_gpu_the_kernel_is_attention(
+def test_on_a_gpu_the_kernel_matches_float64(
     heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool
 ):
     if jax.devices()[0].compute_capability != "9.0":

@@ -157,7 +157,7 @@ def test_a_budget_that_is_not_finite_is_refused():
         choose_layer_dtypes(MODEL, [sequence()], ["nvfp4"], bits=float("nan"))
 
 
-def test_measured_errors_choose_too():
+def test_measured_errors_may_choose_the_dtypes():
     """They are asked for once for each layer, dtype and rotation that there may be."""
     model = kvjax.ModelKVConfig(LAYERS, "float32", layer_indices=(1, 4, 5), num_hidden_layers=7)
     asked = []
@@ -199,7 +199,7 @@ def test_measured_errors_choose_too():
         ),
     ],
 )
-def test_measured_errors_that_are_none_are_refused(arguments, error, message):
+def test_invalid_measured_errors_are_refused(arguments, error, message):
     arguments = {"samples": None, "dtypes": ["nvfp4"], "bits": 8, "error_of": lambda *_: 0.0} | arguments
     with pytest.raises(error, match=message):
         choose_layer_dtypes(MODEL, **arguments)
@@ -259,7 +259,7 @@ def test_latents_are_refused():
 
 @pytest.mark.parametrize(("size", "run"), [(64, 64), (96, 32), (80, 16), (2, 2)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_a_hadamard_transform_is_its_formula(size: int, run: int, dtype: Any):
+def test_a_hadamard_transform_matches_its_formula(size: int, run: int, dtype: Any):
     """In sums of float32: for signs, whose sums 16 bits hold, to the rounding of one product."""
     x = np.random.default_rng(0).choice([-1.0, 1.0], (3, 2, size)).astype(dtype)
     index = [[-1 if (i & j).bit_count() % 2 else 1 for j in range(run)] for i in range(run)]

@@ -53,11 +53,11 @@ WITH_A_ROW = [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype not in MIXED]
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMES.items())
-def test_parses_every_name(name: str, dtype: KVCacheDType):
+def test_every_name_is_parsed(name: str, dtype: KVCacheDType):
     assert parse_kv_cache_dtype(name) is dtype
 
 
-def test_accepts_no_other_name():
+def test_no_other_name_is_accepted():
     assert set(ACCEPTED_KV_CACHE_DTYPES) == set(NAMES)
 
 
@@ -99,7 +99,7 @@ def test_a_string_that_is_near_nothing_gets_no_suggestion():
     assert "did you mean" not in str(raised.value)
 
 
-def test_the_errors_are_what_python_calls_them():
+def test_errors_derive_from_those_of_python():
     assert issubclass(KVCacheValueError, ValueError)
     assert issubclass(KVCacheTypeError, TypeError)
 
@@ -110,7 +110,7 @@ def test_what_is_no_string_is_refused_by_type(name: object):
         parse_kv_cache_dtype(name)  # type: ignore[arg-type]
 
 
-def test_storage_of_each_dtype():
+def test_each_dtype_has_its_storage_and_largest_value():
     table = {dtype: (dtype.info.storage_dtype, dtype.info.quant_mode, dtype.info.max) for dtype in WITH_A_ROW}
     assert table == {
         KVCacheDType.FLOAT32: (np.float32, KVQuantMode.NONE, float(np.finfo(np.float32).max)),
@@ -188,7 +188,7 @@ def test_nvfp4_4over6_has_the_bytes_of_nvfp4_for_all_who_read():
         (KVCacheDType.NVFP4_4OVER6, (64, 8)),
     ],
 )
-def test_bytes_of_one_head_of_one_token(dtype: KVCacheDType, row: tuple[int, int]):
+def test_row_bytes_returns_the_bytes_of_one_head_of_a_token(dtype: KVCacheDType, row: tuple[int, int]):
     assert dtype.info.row_bytes(128) == row
 
 

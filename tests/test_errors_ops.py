@@ -191,7 +191,7 @@ def check_refused(run: Any, cache: KVCache, error: type[Exception], message: str
     CASES,
     ids=[f"{operation.__name__}-{message}" for operation, _, _, message in CASES],
 )
-def test_arguments_are_refused(operation, arguments, error, message):
+def test_invalid_arguments_are_refused(operation, arguments, error, message):
     def run(cache):
         return operation(cache=cache, **arguments)
 
@@ -209,7 +209,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_caches_are_refused(operation):
+def test_invalid_caches_are_refused(operation):
     run, donated = OPERATIONS[operation], KVCache.allocate(FP8, 2)
     jax.jit(lambda cache: cache, donate_argnums=0)(donated)
     for cache, error, message in [
@@ -278,7 +278,7 @@ def test_an_array_of_the_other_layout_is_named_as_such(operation):
     ],
     ids=["num_blocks", "block_size", "sm_scale", "logits_soft_cap"],
 )
-def test_what_a_program_is_made_of_has_to_be_known_when_it_is_traced(call, message):
+def test_static_arguments_have_to_be_known_when_traced(call, message):
     cache = poisoned(FP8, 2)
     call(cache, 4)
     with pytest.raises(KVCacheTypeError, match=rf"^{message}.*Tracer.*, expected an? (int|float)"):
@@ -300,7 +300,7 @@ def test_what_may_be_traced_or_concrete_gives_the_same_bytes():
 
 @pytest.mark.parametrize("spec", [simple_spec(), NVFP4], ids=lambda spec: spec.dtype.value)
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_scales_per_head_are_for_fp8_alone(spec, name):
+def test_scales_per_head_are_refused_except_for_fp8(spec, name):
     scales = {name: jnp.ones(2)}
     message = f"{name}: got shape (2,), expected a scalar for dtype {spec.dtype.value!r}"
     cache = poisoned(spec, 2)

@@ -172,7 +172,7 @@ def test_after_a_swap_the_window_is_filled_from_the_pages_unless_its_row_is_left
     assert_close([meanwhile, np.concatenate(results)], [expected(case, tokens[1])[:30], want[30:52]])
 
 
-def test_fewer_rows_than_sequences():
+def test_sequences_take_turns_if_there_are_fewer_rows():
     """Sequences that run in turns have rows in turns, and those that lost theirs read their last tokens from pages."""
     case = Case()
     tokens, _ = random_tokens(case, (61, 61, 61))
@@ -287,7 +287,7 @@ def attend(window: Any = None, step: StepMetadata = STEP, query: Any = ROWS, **o
 
 
 @pytest.mark.full
-def test_a_step_of_batch_and_time_and_a_window_on_the_device():
+def test_batched_tokens_and_a_window_in_an_array_give_the_same_results():
     """Those of a static window, of `[num_tokens]`; windows that reach the pages, and that do not."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((4, 2, 32), np.float32)
@@ -401,7 +401,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_bad_input_is_named(name: str):
+def test_invalid_arguments_are_refused_by_name(name: str):
     call, error, message = INVALID[name]
     with pytest.raises(error, match=message):
         call()
@@ -427,7 +427,7 @@ def test_a_row_that_a_window_does_not_have_changes_nothing():
     np.testing.assert_array_equal(attend(window, rows)[2].ring.kv, window.ring.kv)
 
 
-def test_bytes_are_those_of_the_pages():
+def test_num_bytes_returns_the_size_of_the_ring():
     for size, max_q_len, tokens in ((64, 1, 64), (64, 2, 80), (128, 1, 128), (1, 1, 16), (17, 16, 32)):
         window = ALLOCATE(5, size, max_q_len=max_q_len, num_layers=3)
         assert (window.num_rows, window.tokens_per_row) == (5, tokens)

@@ -68,7 +68,7 @@ def alone() -> list[list[int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("max_prompts", [1, 3])
-def test_requests_get_their_tokens_in_any_company(max_prompts: int):
+def test_requests_get_their_tokens_in_any_batch(max_prompts: int):
     calls: list[dict[str, Any]] = []
     engine, pool = made(calls, max_prompts=max_prompts)
     where = engine.caches.kv.unsafe_buffer_pointer()

@@ -88,7 +88,7 @@ def test_tokens_are_those_of_greedy_decoding(window):
     assert steps["right"] < steps["some"] < steps["none"]
 
 
-def test_no_new_tokens_are_none_and_fewer_are_refused():
+def test_no_new_tokens_are_accepted_and_a_negative_number_is_refused():
     made, pool = speculator(None, lookup)
     assert made.generate(PROMPTS, 0) == PROMPTS
     assert (pool.num_free, pool.num_cached, made.num_steps) == (NUM_BLOCKS, 0, 0)
@@ -109,7 +109,7 @@ def test_a_pool_that_runs_out_of_blocks_keeps_none_of_them(num_own):
     assert made.generate(PROMPTS, NUM_NEW) == speculator(None, lookup)[0].generate(PROMPTS, NUM_NEW)
 
 
-def test_the_order_of_truncate_commit_and_free_before():
+def test_truncate_commit_and_free_before_may_be_called_in_the_documented_order():
     """In a pool that knows no window: what may be taken back is not freed, and what is committed is not taken back."""
     window, pool = 5, kvjax.BlockPool(16, 2)
     sequence = pool.sequence()

@@ -136,7 +136,7 @@ def test_tokens_are_those_without_drafts_where_layers_have_a_sliding_window(wind
 
 
 @pytest.mark.parametrize("kind", [Speculator, TreeSpeculator])
-def test_fewer_drafts_than_none_and_an_empty_prompt_are_refused(kind):
+def test_a_negative_number_of_drafts_and_an_empty_prompt_are_refused(kind):
     with pytest.raises(ValueError, match="num_drafts: got -1, expected at least 0"):
         made(kind, num_drafts=-1)
     speculator, pool = made(kind)

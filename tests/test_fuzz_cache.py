@@ -1,4 +1,4 @@
-"""Random caches under random calls, each byte held to a dictionary of what was written (tests/support/cache_model.py).
+"""Random caches under random calls, each byte tested against a dictionary of writes (tests/support/cache_model.py).
 
 Layers of keys and values, and of latents (MLA).
 

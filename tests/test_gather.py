@@ -88,7 +88,7 @@ def make_tables(seq_lens: tuple[int, ...], block_size: int) -> tuple[np.ndarray,
 
 
 @each_case(pairwise(AXES, is_valid))
-def test_reads_what_was_written(implementation, case):
+def test_a_gather_reads_what_was_written(implementation, case):
     spec, scales = make_spec(case), make_scales(case["scale"], case["num_kv_heads"])
     block_table, seq_lens = make_tables(LENGTHS[case["lengths"]], spec.block_size)
     slots = np.random.default_rng(1).permutation(NUM_BLOCKS * spec.block_size).astype(np.int32)
@@ -132,7 +132,7 @@ def test_a_quantized_cache_gives_what_the_model_computes_in(implementation, mode
 
 
 @EACH_DTYPE
-def test_reads_every_byte_pattern(implementation, dtype):
+def test_a_gather_reads_every_byte_pattern(implementation, dtype):
     """A poisoned cache holds NaNs, infinities, subnormals, and block scales that no write makes."""
     spec = simple_spec(dtype, num_kv_heads=4, head_size=128)
     cache = poisoned(spec, 2)
@@ -145,7 +145,7 @@ def test_reads_every_byte_pattern(implementation, dtype):
 
 
 @matrix({"dtype": [dtype for dtype in STORED_KV_CACHE_DTYPES if dtype.takes_scale], "scale": [MIN_SCALE, MAX_SCALE]})
-def test_the_accepted_extremes_of_a_scale(implementation, dtype, scale):
+def test_the_smallest_and_the_largest_scale_are_applied(implementation, dtype, scale):
     spec = simple_spec(dtype)
     key, value = (x * np.float32(scale) for x in kv_tokens(spec, 8, specials=False))
     slots, scales = np.arange(8, dtype=np.int32), {"k_scale": scale, "v_scale": scale}

@@ -70,14 +70,14 @@ def names(program: gpu_compile.CompiledProgram) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_kernel_in_place_is_all_there_is(target):
+def test_a_program_in_place_holds_only_the_kernel(target):
     program = compile_for(target, add_three, ROWS, donate_argnums=0)
     assert program.device_ops == ("custom-call",)
     assert program.alias_size == program.argument_size == ROWS.size * 4
     assert program.temp_size == 0
 
 
-def test_the_copy_of_what_is_not_donated_is_seen(target):
+def test_the_copy_of_an_undonated_argument_is_reported(target):
     program = compile_for(target, add_three, ROWS)
     assert program.device_ops == ("copy", "custom-call")
     assert program.alias_size == 0
@@ -95,7 +95,7 @@ def test_kernels_come_in_the_order_of_the_program_also_when_one_was_compiled_bef
     assert names(compile_for(target, add_five_and_three, ROWS)) == ["add_5", "add_3"]
 
 
-def test_spills_are_seen(target):
+def test_spills_are_reported(target):
     [kernel] = compile_for(target, add_sum_of_rows, ROWS).kernels
     assert kernel.registers == 255
     assert kernel.spill_bytes > 0

@@ -73,7 +73,7 @@ def plain_kernel(dtype: KVCacheDType, operation: str, num_kv_heads: int) -> kern
     few={"dtype": [KVCacheDType.NVFP4], "target": ["h100"]},
     valid=lambda case: case["dtype"] is KVCacheDType.NVFP4 or (case["target"] == "h100") == (case["num_kv_heads"] == 1),
 )
-def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
+def test_one_kernel_takes_counts_as_integers_and_spills_nothing(dtype, operation, num_kv_heads, target):
     check_compiled(target, 0 if dtype.is_quantized else 2, plain_kernel, dtype, operation, num_kv_heads)
 
 
@@ -236,7 +236,7 @@ def with_gaps(rows: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(("programs", "least", "tokens"), [(264, 1, 1), (2, 4, 2), (2, 8, 4), (2, 16, 4), (2, 32, 4)])
-def test_a_rung_is_taken_from_its_number_of_tokens_on(programs, least, tokens, monkeypatch):
+def test_a_config_is_chosen_from_its_least_number_of_tokens_on(programs, least, tokens, monkeypatch):
     monkeypatch.setattr(launch_config, "PROGRAMS", programs)
     monkeypatch.setattr(launch_config, "SEARCHED", 16 * programs)
     spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=96)
@@ -272,7 +272,7 @@ def test_a_kernel_has_nothing_to_choose_where_a_token_is_enough_for_a_program(dt
 @pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 16])
 @EACH_DTYPE
-def test_no_program_takes_more_than_it_should(dtype, num_heads, rotates):
+def test_no_program_takes_more_elements_than_its_limit(dtype, num_heads, rotates):
     spec = simple_spec(dtype, num_kv_heads=num_heads, head_size=256)
     ladder = launch_config.WriteConfig.by_min_tokens(spec, rotates)
     assert list(ladder) == sorted(ladder)

@@ -22,7 +22,7 @@ from kvjax.kernels import arithmetic, e2m1, nvfp4
 
 
 @pytest.mark.parametrize("source", INPUT_DTYPES)
-def test_pairs_of_e2m1_codes(source):
+def test_two_e2m1_codes_are_packed_into_a_byte(source):
     x = around_midpoints(finite_values(reference.E2M1)) if source == "float32" else all_values(INPUT_DTYPES[source])
     x = jnp.asarray(x, jnp.float32)
     codes = quant.e2m1_codes(x)
@@ -64,7 +64,7 @@ def unusual_blocks(x: np.ndarray, scale: float) -> np.ndarray:
 
 
 @matrix({"source": ["float16", "bfloat16"], "scale": SCALES}, few={"source": ["bfloat16"], "scale": [0.0173]})
-def test_four_over_six_in_ptx(source, scale):
+def test_four_over_six_in_ptx_has_the_bytes_of_the_reference(source, scale):
     """Run on the CPU, on which no kernel contains it."""
     rng, dtype = np.random.default_rng(0), INPUT_DTYPES[source]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -92,7 +92,7 @@ def test_four_over_six_seldom_compares_the_defined_sums(source):
 
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
-def test_unusual_blocks_compare_the_defined_sums(source):
+def test_unusual_blocks_are_recognized(source):
     x = np.ones((9, 16), np.float32)
     x[1, 3] = np.nan
     x[2, 3] = np.inf
@@ -107,7 +107,7 @@ def test_unusual_blocks_compare_the_defined_sums(source):
 
 
 @pytest.mark.parametrize("scale", [0.0, np.inf, np.nan])
-def test_four_over_six_in_ptx_ends_for_any_scale(scale):
+def test_four_over_six_in_ptx_terminates_for_any_scale(scale):
     with np.errstate(invalid="ignore", divide="ignore"):
         blocks_in_ptx(np.ones((1, 16), np.float16), scale, nvfp4.ptx_of_block(np.dtype(np.float16)))
 

@@ -85,7 +85,7 @@ def attend(query: Any, *args: Any, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_interpreted_it_is_right(case, monkeypatch):
+def test_interpreted_attention_matches_float64(case, monkeypatch):
     """Of sequences of two stages, which two thread blocks divide."""
     monkeypatch.setattr(schedule, "MIN_STAGES", 1)
     problem = suite.build(case)
@@ -112,7 +112,7 @@ def test_interpreted_parts_are_merged_in_every_way(merge, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["linear", "swizzled"])
-def test_interpreted_with_conversions_of_sm_100_it_is_right(layout):
+def test_interpreted_attention_with_conversions_of_sm_100_matches_float64(layout):
     problem = suite.build(Case("nvfp4", lengths=(20, 3), num_kv_heads=1, v_scale_layout=layout))
     with tracing_for(Target(148, (10, 0))):
         suite.assert_right(problem, *problem.run(attend))
@@ -247,7 +247,7 @@ def test_each_byte_is_decoded_exactly(dtype):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_float32_is_a_sum_of_terms(count):
+def test_float32_is_split_into_a_sum_of_terms(count):
     """Of three exactly; each has the sign of the whole and 8 of its bits. A NaN stays one."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 2**31, (2, THREADS), dtype=np.uint32) | rng.integers(0, 2, (2, THREADS), np.uint32) << 31
@@ -287,7 +287,7 @@ def test_the_model_of_a_product_multiplies_the_matrices_that_registers_hold(dtyp
 
 
 @pytest.mark.parametrize("half", [0, 1])
-def test_the_model_of_both_halves_repeats_one(half):
+def test_both_halves_repeats_one_half_of_each_word(half):
     words = np.arange(THREADS, dtype=np.uint32) * np.uint32(0x02040811)
     expected = np.stack([words >> 16 * half & 0xFFFF] * 2, axis=-1).astype(np.uint16).view(np.uint32)[:, 0]
     np.testing.assert_array_equal(interpreted(lambda x: lanes.both_halves(x, half), words), expected)
@@ -344,13 +344,13 @@ def test_the_model_of_a_bulk_copy_moves_the_bytes_of_each_warp(sizes):
     np.testing.assert_array_equal(got, expected)
 
 
-def test_the_largest_window_is_none():
+def test_the_largest_window_is_accepted():
     query, cache, table, lens = suite.build(Case(q_len=2)).args
     run = functools.partial(paged_attention, sliding_window=2**31 - 1)
     jax.jit(run).trace(query, cache, table, lens)  # which traces the kernel, on a CPU too
 
 
-def test_a_dtype_that_it_does_not_decode_is_the_reason(monkeypatch):
+def test_a_dtype_that_the_kernel_does_not_decode_has_a_reason(monkeypatch):
     monkeypatch.setattr(choice, "DTYPES", frozenset())
     assert why_not(simple_spec(KVCacheDType.NVFP4)) == "it reads no cache of dtype 'nvfp4'"
 
@@ -371,7 +371,7 @@ def lowered_for_cuda(implementation, num_seqs, *, ragged=False):
     return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_a_batch_invariant_call_with_too_large_a_workspace_has_a_reason_and_xla():
+def test_a_batch_invariant_call_with_too_large_a_workspace_is_served_by_xla_with_a_reason():
     """64 parts of each sequence, 64 heads of 128: int32 indexes the workspace of fewer than 4,096 sequences."""
     reason = "'mosaic' cannot serve this call: with batch_invariant=True its workspace .* got 4096 sequences"
     with pytest.raises(UnsupportedError, match=reason):
@@ -383,11 +383,11 @@ def test_a_batch_invariant_call_with_too_large_a_workspace_has_a_reason_and_xla(
 
 @pytest.mark.full
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
-def test_one_sequence_fewer_is_served():
+def test_a_batch_invariant_call_whose_workspace_just_fits_is_served_by_the_kernel():
     assert "mosaic_gpu" in lowered_for_cuda(None, 4095)
 
 
-def test_queries_that_it_cannot_serve_have_a_reason():
+def test_queries_that_the_kernel_cannot_serve_have_a_reason():
     with pytest.raises(UnsupportedError, match="query: got float32, expected float16 or bfloat16"):
         suite.build(Case(query_dtype="float32")).run(functools.partial(paged_attention, implementation="mosaic"))
 
@@ -400,7 +400,7 @@ def test_queries_that_it_cannot_serve_have_a_reason():
         ("bfloat16", 1024, 1024, "64 rows of head_size=1024 and head_size_v=1024 fill the 220 KiB of shared memory"),
     ],
 )
-def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_size_v, reason):
+def test_rows_that_the_kernel_cannot_serve_are_served_by_xla_with_a_reason(dtype, head_size, head_size_v, reason):
     spec = simple_spec(KVCacheDType(dtype), num_kv_heads=1, head_size=head_size, head_size_v=head_size_v)
     assert reason in why_not(spec)
     problem = suite.build(Case(dtype, head_size=head_size, head_size_v=head_size_v, lengths=(3,)))
@@ -410,7 +410,7 @@ def test_rows_that_it_cannot_serve_have_a_reason_and_xla(dtype, head_size, head_
 
 
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
-def test_rows_that_fill_the_shared_memory_of_a_smaller_gpu_have_a_reason_and_xla(implementation, monkeypatch):
+def test_rows_that_fill_the_shared_memory_of_a_smaller_gpu_are_served_by_xla_with_a_reason(implementation, monkeypatch):
     """Known when the call is lowered; an H100 has room for them."""
     spec = simple_spec(KVCacheDType.BFLOAT16, num_kv_heads=1, head_size=512, block_size=16)
     reason = "64 rows of head_size=512 and head_size_v=512 fill the 98 KiB of shared memory"
@@ -426,7 +426,7 @@ def test_rows_that_fill_the_shared_memory_of_a_smaller_gpu_have_a_reason_and_xla
             traced.lower(lowering_platforms=("cuda",))
 
 
-def test_states_that_warps_join_take_room_too():
+def test_fewer_warps_are_chosen_where_their_states_fill_shared_memory():
     """Of small keys and large values, whose stages of eight warps would fit."""
     spec = simple_spec(KVCacheDType.NVFP4, num_kv_heads=1, head_size=16, head_size_v=240, block_size=16)
     problem = problem_of(spec, group=rows_per_pass(spec), max_blocks=64)
@@ -640,7 +640,7 @@ def test_a_kernel_traced_for_one_gpu_is_not_taken_for_another(monkeypatch):
     assert [target.multiprocessors for target in seen] == [132, 148]
 
 
-def test_what_a_device_does_not_say_is_that_of_an_h100():
+def test_attributes_that_a_device_lacks_are_those_of_an_h100():
     assert Target.of(None) == Target() == Target(132, (9, 0), 227 * 1024)
     assert Target.of(types.SimpleNamespace(core_count=148, compute_capability="10.0")) == Target(148, (10, 0))
     assert Target.of(types.SimpleNamespace(core_count=188, compute_capability="12.0")) == SM_120

@@ -67,7 +67,9 @@ CHUNKS = DECODES | {"reshape_and_cache_flash": 2, "gather_prompts": 2, "prompt_a
     ],
     ids=["decodes", "drafts", "chunks"],
 )
-def test_both_parts_are_kernels_and_the_ring_is_in_place(num_tokens: int, options: Any, kernels: dict[str, int]):
+def test_a_step_is_computed_by_kernels_and_updates_the_ring_in_place(
+    num_tokens: int, options: Any, kernels: dict[str, int]
+):
     args = arguments(num_tokens, max_q_len=4 if options["max_q_len"] == 4 else 1)
     run = functools.partial(step, implementation="mosaic", **options)
     program = compile_for("h100", run, *args, donate_argnums=(3, 4))
@@ -160,7 +162,7 @@ def test_interpreted_prompts_without_a_row_see_no_exact_tokens():
     ],
     ids=["nvfp4", "fp8"],
 )
-def test_interpreted_they_are_right(case: Case):
+def test_interpreted_kernels_match_float64(case: Case):
     """A prompt whose first queries see nothing in pages, beside one shorter than the window; decodes and drafts."""
     changes = {"num_kv_heads": 1, "model_dtype": "bfloat16", "query_dtype": "bfloat16"}
     case = dataclasses.replace(case, **changes)
@@ -183,7 +185,7 @@ def test_interpreted_they_are_right(case: Case):
     ],
     ids=["nvfp4", "fp8 keys", "int8 keys, drafts", "unquantized, a shorter window"],
 )
-def test_on_a_gpu_they_are_right_wherever_chunks_are_cut(case: Case):
+def test_on_a_gpu_kernels_match_float64_wherever_chunks_are_cut(case: Case):
     changes = {"head_size": 64, "block_size": 16, "model_dtype": "bfloat16", "query_dtype": "bfloat16"}
     case = dataclasses.replace(case, **changes)
     lengths = (61, 9, 40)

@@ -35,7 +35,7 @@ def read(implementation: str, *args, **kwargs) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0371, 2.0**-100, 2.0**100])
-def test_every_pair_of_codes_with_every_block_scale(scale):
+def test_every_pair_of_nvfp4_codes_is_decoded_with_every_block_scale(scale):
     scale = np.float32(scale)
     data = np.broadcast_to(BYTES.reshape(-1, 8), (256, 32, 8))
     block_scales = np.broadcast_to(BYTES[:, None], (256, 32))
@@ -51,7 +51,7 @@ def test_every_pair_of_codes_with_every_block_scale(scale):
 
 @pytest.mark.parametrize("scale", [1.0, 0.0371, 2.0**-100, 2.0**100])
 @pytest.mark.parametrize("out", ["float16", "bfloat16"])
-def test_every_pair_of_codes_with_every_block_scale_in_ptx(out, scale):
+def test_ptx_decodes_every_pair_of_nvfp4_codes_with_every_block_scale(out, scale):
     """Run on the CPU; what is decoded in float32 and rounded."""
     out, scale = np.dtype(INPUT_DTYPES[out]), np.float32(scale)
     data, block_scales = np.tile(BYTES.reshape(-1, 8), (256, 1)), np.repeat(BYTES, 32)
@@ -107,7 +107,7 @@ def test_a_layout_tiles_its_arrays_with_as_many_threads_as_powers_of_two_allow(s
 
 
 @matrix({"dtype": KERNEL_DTYPES, "tokens": [1, 4, 16]}, few={"dtype": FEW_DTYPES})
-def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
+def test_the_number_of_tokens_of_a_program_does_not_change_the_result(dtype, tokens):
     spec = simple_spec(dtype, block_size=16, head_size_v=32)
     cache, table = poisoned(spec, 3), np.array([[2, 0], [1, 7]], np.int32)
     lengths, scale, out = np.array([29, 15], np.int32), np.full(1, 0.0371, np.float32), np.dtype(np.float16)
@@ -119,7 +119,7 @@ def test_any_number_of_tokens_a_program_reads_the_same(dtype, tokens):
 
 
 @pytest.mark.parametrize("x64", [False, True])
-def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
+def test_blocks_and_lengths_out_of_range_read_zeros(x64):
     cache = poisoned(simple_spec(KVCacheDType.FLOAT32), 4)
     most = np.iinfo(np.int64 if x64 else np.int32)
     with jax.enable_x64(x64):
@@ -137,7 +137,7 @@ def test_indices_that_no_page_has_and_lengths_that_no_sequence_has(x64):
 
 
 @matrix({"dtype": KERNEL_DTYPES, "padding": [0, 4, 72]}, few={"dtype": FEW_DTYPES})
-def test_pages_of_a_shared_pool(dtype, padding):
+def test_padded_pages_of_a_shared_pool_are_read(dtype, padding):
     spec = simple_spec(dtype)
     cache = poisoned(dataclasses.replace(spec, page_size_padded=spec.real_page_size_bytes + padding), 3)
     table, lengths = np.array([[2, 0]], np.int32), np.array([13], np.int32)

@@ -109,7 +109,7 @@ def test_four_over_six_compares_sums_to_the_last_bit(implementation):
 
 
 @matrix({"source": ["float16", "bfloat16"], "scale": [1.0, 0.0173]}, pairs=True)
-def test_four_over_six_of_threads_that_hold_whole_blocks(source, scale):
+def test_threads_that_hold_whole_blocks_encode_four_over_six_as_xla_does(source, scale):
     """Eight heads of 1,200 tokens: two tokens a program, 128 blocks of keys and of values."""
     spec = simple_spec(KVCacheDType.NVFP4_4OVER6, num_kv_heads=8, head_size=128)
     with np.errstate(over="ignore", under="ignore"):
@@ -153,7 +153,7 @@ def run_apart(function: Callable[..., None], *args: Any) -> None:
 # Under `--dist loadgroup` one worker makes all of these, and no others wait for their turn.
 @pytest.mark.xdist_group("caches of 9 GiB")
 @matrix({"dtype": KERNEL_DTYPES, "layout": ["NHD", "HND"]})
-def test_the_ends_of_a_cache_that_32_bits_do_not_address(dtype, layout, room_on_the_gpu):
+def test_both_ends_of_a_cache_beyond_32_bit_addresses_are_written_and_read(dtype, layout, room_on_the_gpu):
     num_bytes = 9 * 2**30
     needed = 3 * num_bytes  # it makes two, and leaves as much to what other workers do meanwhile
     if room_on_the_gpu < needed:

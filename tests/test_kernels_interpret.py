@@ -76,7 +76,7 @@ def test_special_numbers_are_stored_as_xla_stores_them(dtype, dense_dtype):
 
 @pytest.mark.full
 @matrix({"dtype": KERNEL_DTYPES}, few={"dtype": [KVCacheDType.NVFP4]})
-def test_the_first_and_the_last_blocks_of_a_cache(dtype):
+def test_the_first_and_the_last_blocks_of_a_cache_are_written_and_read(dtype):
     with interpret_mode():
         kernel_cases.check_ends(simple_spec(dtype), 12)
 
@@ -100,7 +100,7 @@ def test_the_sweep_for_a_gpu_holds_every_format_with_every_value(axes):
 
 
 @matrix({"check": ["write", "encoding", "gather", "ends"], "byte": [0, 50_000, -1]})
-def test_the_checks_see_a_single_bit(check, byte, monkeypatch: pytest.MonkeyPatch):
+def test_the_checks_find_a_single_wrong_bit(check, byte, monkeypatch: pytest.MonkeyPatch):
     """Whether written, read or left alone, a byte of the kernel's result that differs in its last bit is found."""
 
     def flip(array: Any) -> np.ndarray:

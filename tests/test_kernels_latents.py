@@ -95,7 +95,7 @@ def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
-def test_a_gather_of_rows_that_are_neighbours_in_different_blocks_only(num_tokens: int):
+def test_neighbouring_rows_of_different_blocks_are_gathered(num_tokens: int):
     """Each sequence goes on in a block of its own where the last ended, in the middle of a program; or in no block."""
     cache = poisoned(spec_of("nvfp4", (128, 16)))
     table, bounds, starts = np.array([[1], [3], [-1], [0]]), np.array([0, 2, 5, 6, 8]), np.array([0, 2, 5, 6])
@@ -113,7 +113,7 @@ def test_a_gather_of_rows_that_are_neighbours_in_different_blocks_only(num_token
 @pytest.mark.parametrize(
     "name", ["fp8_ds_mla", *(pytest.param(x, marks=pytest.mark.full) for x in ("bfloat16", "nvfp4"))]
 )
-def test_gathers_of_layers_in_a_scan_and_under_vmap(name: str):
+def test_a_gather_runs_in_a_scan_over_layers_and_under_vmap(name: str):
     """Layers that are traced, two of which do not exist, and ranges that are mapped."""
     cache = poisoned(spec_of(name, (128, 16)), num_layers=3)
     read = functools.partial(gather_mla, cache, TABLE, BOUNDS, num_tokens=NUM_ROWS, scale=0.0371, dtype="bfloat16")
@@ -133,7 +133,7 @@ def test_gathers_of_layers_in_a_scan_and_under_vmap(name: str):
             assert part[1].any()
 
 
-def test_a_gather_of_blocks_smaller_than_a_program():
+def test_blocks_smaller_than_a_program_are_gathered():
     cache = poisoned(spec_of("nvfp4", (128, 16), 2))
     read = functools.partial(gather_mla, cache, np.array([[1, 0, 3]]), np.array([0, 6]), num_tokens=7, dtype="float16")
     with interpret_mode():
@@ -147,7 +147,7 @@ def test_a_gather_of_blocks_smaller_than_a_program():
     {"name": NAMES, "padding": [0, 64], "num_layers": [None, 3]},
     few={"name": ["fp8_ds_mla"], "padding": [64], "num_layers": [3]},
 )
-def test_pages_of_a_shared_pool_and_of_several_layers(name: str, padding: int, num_layers: int | None):
+def test_padded_pages_of_several_layers_are_written_and_gathered(name: str, padding: int, num_layers: int | None):
     spec = spec_of(name, (128, 16))
     spec = spec_of(name, (128, 16), page_size_padded=spec.page_size_bytes + padding)
     assert_same_write(spec, rows_of(spec, 3, np.float32), SLOTS[:3], num_layers)
@@ -155,7 +155,7 @@ def test_pages_of_a_shared_pool_and_of_several_layers(name: str, padding: int, n
 
 
 @pytest.mark.parametrize("padding", [0, 64])
-def test_no_scale_of_the_poison_makes_subnormal_numbers(padding: int):
+def test_no_scale_of_poisoned_pages_decodes_to_subnormal_numbers(padding: int):
     """XLA on CPU flushes them to zero, GPUs do not."""
     spec = spec_of("fp8_ds_mla", (128, 16))
     spec = spec_of("fp8_ds_mla", (128, 16), page_size_padded=spec.page_size_bytes + padding)
@@ -167,7 +167,7 @@ def test_no_scale_of_the_poison_makes_subnormal_numbers(padding: int):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
-def test_blocks_of_special_numbers(dtype: Any):
+def test_special_numbers_are_stored_as_xla_stores_them(dtype: Any):
     """NaN, infinities, zeros and subnormal numbers, which `fp8_ds_mla` divides exactly."""
     spec = spec_of("fp8_ds_mla", (256, 16))
     latents = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)

@@ -57,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(PARAMETERS, CASES)
-def test_interpreted_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap):
+def test_the_interpreted_kernel_matches_float64(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap):
     check(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap)
 
 
@@ -111,7 +111,9 @@ def test_interpreted_warpgroups_do_not_race(dtype, sizes, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
 @pytest.mark.parametrize(PARAMETERS, CASES)
-def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, invariant):
+def test_on_a_gpu_the_kernel_matches_float64(
+    dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, invariant
+):
     lengths = 3000, *LENGTHS, 777, 64 * 40
     arguments = dtype, sizes, block_size, q_len, heads, query_dtype, window, cap
     check(*arguments, on_gpu=True, lengths=lengths, invariant=invariant)
@@ -124,7 +126,7 @@ def test_on_a_gpu_many_sequences_of_one_tile_are_each_their_own():
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "sizes", "heads"), [("bfloat16", (128, 16), 4), ("fp8_ds_mla", (512, 64), 40)])
-def test_the_operations_take_the_kernel(dtype, sizes, heads):
+def test_the_operations_run_the_kernel(dtype, sizes, heads):
     """With layers, blocks that are not in the cache, and rows that are no sequence's."""
     spec = spec_of(dtype, sizes, 16)
     problem = build(spec, (70, 3, 0))
@@ -217,7 +219,7 @@ def test_scales_of_latents_that_the_kernel_for_few_rows_does_not_read_are_refuse
         few_rows_stages.LatentStages.of(problem, 2, 1)
 
 
-def test_what_the_kernel_cannot_serve_has_a_reason_and_xla():
+def test_what_the_kernel_cannot_serve_is_served_by_xla_with_a_reason():
     def why(name: str = "bfloat16", sizes: tuple[int, int] = (512, 64), block_size: int = 64, **query: Any) -> str:
         asked = Query(np.dtype(ml_dtypes.bfloat16))._replace(**query)
         return route(spec_of(name, sizes, block_size), asked, None).why_no_kernels or ""

@@ -55,7 +55,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(PARAMETERS, CASES)
-def test_interpreted_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap):
+def test_the_interpreted_kernel_matches_float64(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap):
     check(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, lengths=SHORT, kernel="few")
 
 
@@ -75,7 +75,7 @@ def test_interpreted_four_warps_divide_latents_for_16_rows():
 
 
 @pytest.mark.full
-def test_interpreted_several_tiles_of_a_stage():
+def test_interpreted_stages_of_several_tiles_match_float64():
     config = DecodeConfig(2, 4, 3, 2, 2)
     check("fp8_e4m3", (128, 16), 16, 1, 8, "bfloat16", None, None, lengths=(200, 70), config=config)
 
@@ -93,7 +93,7 @@ def test_interpreted_warps_do_not_race(dtype, monkeypatch):
 
 
 @pytest.mark.full
-def test_interpreted_with_conversions_of_sm_100(monkeypatch):
+def test_the_interpreted_kernel_with_conversions_of_sm_100_matches_float64(monkeypatch):
     monkeypatch.setattr(arrays, "current", lambda: B200)
     check("nvfp4", (128, 16), 16, 1, 16, "bfloat16", None, None, lengths=SHORT, kernel="few")
 
@@ -120,7 +120,7 @@ def test_interpreted_logits_and_weights_stay_exact_where_scales_leave_float16():
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_ds_mla"])
-def test_interpreted_over_memory_that_is_not_jax_s(dtype):
+def test_interpreted_kernels_of_a_launcher_match_float64(dtype):
     """The kernels of a launcher, for any number of sequences and blocks, of one query token and of strides."""
     spec = spec_of(dtype, (256, 16), 16)
     problem = build(spec, SHORT)
@@ -148,7 +148,9 @@ def test_interpreted_over_memory_that_is_not_jax_s(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
 @pytest.mark.parametrize(PARAMETERS, CASES)
-def test_on_a_gpu_it_is_attention(dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, invariant):
+def test_on_a_gpu_the_kernel_matches_float64(
+    dtype, sizes, block_size, q_len, heads, query_dtype, window, cap, invariant
+):
     lengths = 3000, *LENGTHS, 777, 64 * 40
     arguments = dtype, sizes, block_size, q_len, heads, query_dtype, window, cap
     check(*arguments, on_gpu=True, lengths=lengths, invariant=invariant, kernel="few")
@@ -229,7 +231,7 @@ def test_few_rows_are_served_on_every_gpu_and_many_on_hopper():
         *[("nvfp4", 17, MLAConfig, None), ("fp8_ds_mla", 33, MLAConfig, None), ("bfloat16", 16, MLAConfig, None)],
     ],
 )
-def test_one_function_chooses(dtype, heads, kind, warps):
+def test_the_kernel_is_chosen_by_dtype_and_number_of_heads(dtype, heads, kind, warps):
     chosen = mla.choose(problem_of(dtype, heads), Target())
     assert isinstance(chosen, kind)
     assert warps is None or chosen.heads == warps
@@ -250,7 +252,7 @@ def test_four_warps_divide_what_does_not_fit_shared_memory_for_two(dtype, rows, 
     assert mla.choose(problem_of(dtype, rows), RTX).heads == warps
 
 
-def test_more_rows_of_4_bit_latents_have_a_reason_and_xla():
+def test_more_rows_of_4_bit_latents_are_served_by_xla_with_a_reason():
     problem = build(spec_of("nvfp4", (128, 16)), [20])
     q = queries(problem.spec, (1, 33), "bfloat16")
     arguments = *q, problem.cache, problem.block_table, problem.seq_lens

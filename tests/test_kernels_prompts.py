@@ -87,7 +87,7 @@ def test_a_thread_block_takes_all_items_without_races(shapes, problem, config):
         ),
     ],
 )  # fmt: skip
-def test_interpreted_it_is_its_model(shapes, problem, config):
+def test_the_interpreted_kernel_matches_its_model(shapes, problem, config):
     check(operands(**shapes), problem, config)
 
 
@@ -115,7 +115,7 @@ def test_thread_blocks_share_the_items():
 @pytest.mark.parametrize("multiprocessors", [1, 3, 132])
 @pytest.mark.parametrize("config", [CONFIG, PromptConfig(64, 3), PromptConfig(128, 2)], ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
+def test_on_a_gpu_the_kernel_matches_its_model(heads, config, multiprocessors):
     shapes = LENGTHS | {"heads": heads, "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
     check(operands(**shapes), PromptProblem(70, None, None), config, multiprocessors=multiprocessors, on_gpu=True)
 
@@ -135,7 +135,7 @@ def test_on_a_gpu_it_is_its_model(heads, config, multiprocessors):
     ],
     ids=str,
 )
-def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiprocessors):
+def test_on_a_gpu_the_kernel_matches_its_model_with_options(sizes, problem, config, multiprocessors):
     head_size, head_size_v = sizes
     shapes = LENGTHS | {"heads": (4, 2), "head_size": head_size, "head_size_v": head_size_v}
     has_sinks = config.splits == 1  # otherwise each split would count them
@@ -143,7 +143,7 @@ def test_on_a_gpu_it_is_its_model_with_options(sizes, problem, config, multiproc
     check(args, problem, config, multiprocessors=multiprocessors, on_gpu=True)
 
 
-def test_the_model_is_attention():
+def test_the_model_matches_float64():
     args = operands((30,), (90,), heads=(4, 2), absent=slice(3, 9), sinks=True)
     problem = PromptProblem(30, 50, 7.0)
     args = args._replace(keys=jnp.nan_to_num(args.keys))

@@ -47,7 +47,7 @@ def interpreted(*args: Any, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_interpreted_it_is_right(options):
+def test_interpreted_attention_matches_float64(options):
     lengths, q_lens = (30, 7, 0, 3), (11, 1, 0, 3)
     case = ragged_suite.ragged(q_lens, lengths, **{"dtype": "nvfp4", "num_kv_heads": 1, "block_size": 8, **options})
     problem = ragged_suite.build(case)
@@ -56,7 +56,7 @@ def test_interpreted_it_is_right(options):
 
 @pytest.mark.full
 @pytest.mark.parametrize("window", [None, 6])
-def test_interpreted_trees_of_different_sizes_are_right(window):
+def test_interpreted_trees_of_different_sizes_match_float64(window):
     """In three passes over the pages, with padding that must not reach further back than the trees."""
     case = ragged_suite.ragged(
         (9, 1, 4, 0, 3), (40, 21, 17, 0, 2), dtype="bfloat16", num_kv_heads=1, group=4, block_size=8, tree=True,

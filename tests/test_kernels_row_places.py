@@ -88,12 +88,12 @@ def run(ranges: Ranges) -> tuple[list[int], list[int]]:
     ],
     ids=["empty", "holes", "one", "none", "known", "firsts", "no sequence", "nothing known", "no table", "programs"],
 )
-def test_places_are_those_of_numpy(ranges: Ranges):
+def test_places_match_numpy(ranges: Ranges):
     assert run(ranges) == expected(ranges)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 40))])
-def test_places_of_random_ranges(seed: int):
+def test_places_of_random_ranges_match_numpy(seed: int):
     rng = np.random.default_rng(seed)
     num_seqs, width, size = int(rng.integers(1, 12)), int(rng.integers(1, 6)), int(rng.choice([1, 5, 16]))
     lengths = rng.integers(0, 50, num_seqs) * (rng.random(num_seqs) < 0.7)
@@ -106,7 +106,7 @@ def test_places_of_random_ranges(seed: int):
 
 
 @pytest.mark.parametrize("layer", [None, 1, 2, -1])
-def test_ranges_that_are_known_by_their_ends(layer: int | None):
+def test_ranges_may_be_given_by_their_ends(layer: int | None):
     """As in JAX: with a sequence of another share, which ends at 0, a range from before token 0, and in two layers."""
     ranges = Ranges([[3, 1], [0, 2], [5, -1], [4, 6]], [5, 3, 4, 6], 20)
     seq_lens = np.array([7, 0, 6, 3], np.int32)

@@ -214,7 +214,7 @@ def test_on_a_gpu_it_serves_every_dtype_and_layout(case):
 
 @pytest.mark.gpu
 @matrix({"dtype": FEW_DTYPES, "heads": [(1, 64), (8, 128), (5, 80)], "size": [16, 64]})
-def test_on_a_gpu_steps_of_many_sequences(dtype, heads, size):
+def test_on_a_gpu_steps_of_many_sequences_are_written(dtype, heads, size):
     """Of one token each, with holes, and of prompts between them; more rows than sequences are never needed."""
     num_kv_heads, head_size = heads
     memory = Memory.of(spec_of(dtype, num_kv_heads=num_kv_heads, head_size=head_size), size=size)

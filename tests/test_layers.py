@@ -169,7 +169,7 @@ def test_caches_of_different_numbers_of_layers_swap_no_blocks():
         swap_blocks(source, destination, PAIRS)
 
 
-def test_views_of_several_layers():
+def test_nvfp4_views_of_several_layers_hold_those_of_each():
     cache = poisoned_layers(SPECS["nvfp4-swizzled"])
     for layer in range(NUM_LAYERS):
         alone = nvfp4_split_views(KVCache(cache.kv[:, layer], cache.spec))

@@ -27,7 +27,7 @@ def pairs_of(mark: pytest.MarkDecorator) -> set[tuple]:
     return {pair for param in mark.args[1] for pair in itertools.combinations(enumerate(param.values), 2)}
 
 
-def test_every_value_is_taken_and_little_else():
+def test_few_cases_take_every_value():
     few, total = taken(matrix(AXES, valid=is_valid))
     assert [set(values) for values in zip(*few, strict=True)] == [set(values) for values in AXES.values()]
     assert len(few) == 3 < total
@@ -56,7 +56,7 @@ def test_every_two_values_that_meet_are_taken():
     assert len(few) == total < 3 * 2 * 3 - 2
 
 
-def test_of_an_axis_there_may_be_few_values():
+def test_an_axis_may_be_limited_to_few_values():
     few, _ = taken(matrix(AXES, few={"dtype": ["a"], "heads": [1, 8]}))
     assert {values[0] for values in few} == {"a"}
     assert {values[2] for values in few} == {1, 8}

@@ -314,7 +314,7 @@ def test_vllms_calls_write_and_attend(torch):
     np.testing.assert_allclose(names["output"].numpy(), expected, atol=1e-5)
 
 
-def test_vllms_older_pages_and_its_pages_in_jax(torch):
+def test_vllms_older_pages_are_split_and_its_pages_are_read_in_jax(torch):
     *_, older, in_jax = code_of("From vLLM")[1]
     names = vllm_inputs(torch)
     sides = names["sides"]

@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 11}, "ca
     ],
     few={"dtype": ["float16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"]},
 )
-def test_attention_of_last_tokens(case: dict[str, Any]):
+def test_attention_of_last_tokens_matches_float64(case: dict[str, Any]):
     """Sequences of no token, of fewer than the query and of several blocks; what no row sees is NaN."""
     dtype, sizes, query_dtype, q_len, num_heads, options = case.values()
     spec, asked = spec_of(dtype, sizes), OPTIONS[options]

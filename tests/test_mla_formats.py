@@ -93,7 +93,7 @@ def test_a_token_takes_the_bytes_of_its_format(dtype: str):
 
 @pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_regions_are_a_token_side_by_side(dtype: str, sizes: tuple[int, int]):
+def test_regions_of_a_token_are_contiguous(dtype: str, sizes: tuple[int, int]):
     """Each region has one descriptor; together they are the row, without gaps."""
     spec = spec_of(dtype, sizes)
     regions = [region for regions in spec.regions for region in regions]
@@ -124,7 +124,7 @@ def test_a_write_stores_the_formats_bytes_and_no_others(dtype: str, sizes, sourc
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_the_bytes_are_those_committed(dtype: str):
+def test_the_bytes_match_the_committed_bytes(dtype: str):
     """Rows of each format, and the bfloat16 numbers that they were made of."""
     golden = np.load(GOLDEN)
     kv_c, k_pe = (golden[name].view(ml_dtypes.bfloat16) for name in ("kv_c", "k_pe"))
@@ -135,7 +135,7 @@ def test_the_bytes_are_those_committed(dtype: str):
     assert_same_bytes(after, mla_reference.write(before, spec, golden[dtype], slots))
 
 
-def test_every_e4m3_number_is_the_nearest():
+def test_the_reference_rounds_to_the_nearest_e4m3_number():
     """The search among all numbers that `fp8_ds_mla`'s reference makes, against ml_dtypes."""
     x = np.concatenate([np.arange(-460, 460, 0.53), np.arange(256) * 2.0**-11, [-0.0, 1e-30, -1e-30]])
     clipped = np.clip(x, -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
@@ -143,7 +143,7 @@ def test_every_e4m3_number_is_the_nearest():
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, -1e-40, 1e-38, 3e-36, 1.0, 448.0, 3e38, np.inf, np.nan])
-def test_fp8_ds_mla_of_blocks_of_one_magnitude(value: float):
+def test_fp8_ds_mla_stores_blocks_of_any_magnitude(value: float):
     """A block's scale is at least 2^-126, below which numbers are subnormal and not flushed."""
     kv_c = np.full((2, 512), 0.5, np.float32)
     kv_c[0, 128:256], kv_c[1, 130] = value, value
@@ -302,7 +302,7 @@ def test_a_cache_carries_the_scale_of_its_latents():
         ),
     ],
 )
-def test_specs_that_are_refused(make: Any, error: type[KVCacheError], message: str):
+def test_invalid_specs_are_refused(make: Any, error: type[KVCacheError], message: str):
     with pytest.raises(error) as raised:
         make()
     assert str(raised.value).startswith(message)
@@ -315,7 +315,7 @@ def test_specs_are_pickled_and_exported():
 
 
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_pickles_and_exports_of_specs_with_is_latent(is_latent: bool):
+def test_specs_stored_with_is_latent_are_read_or_refused(is_latent: bool):
     """Of keys and values they are read; of latents, which were other bytes, they are refused."""
     spec = FullAttentionSpec(16, 1, 512, 64, dtype="bfloat16")
     old, fields = FullAttentionSpec(16, 1, 512, 64, dtype="bfloat16"), spec_to_dict(spec) | {"is_latent": is_latent}

@@ -129,7 +129,7 @@ def test_it_is_one_kernel_in_place_without_spills(name: str, target: str, num_to
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, Any], error: type[Exception], message: str):
+def test_invalid_arguments_are_refused_by_name(changes: dict[str, Any], error: type[Exception], message: str):
     spec = spec_of("bfloat16", (128, 32))
     call = given(spec, jnp.bfloat16, 32) | {"cache": poisoned(spec)} | changes
     with pytest.raises(error, match=message):

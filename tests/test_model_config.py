@@ -103,7 +103,7 @@ def test_public_models_are_read_as_published(name: str):
 
 
 @pytest.mark.parametrize("name", WITH_HF_QUANT_CONFIG)
-def test_public_models_that_declare_their_quantization_apart(name: str):
+def test_public_models_with_a_separate_quantization_config_are_read(name: str):
     config, expected = WITH_HF_QUANT_CONFIG[name]
     declared = load(f"{name}.hf_quant_config")
     check(ModelKVConfig.from_hf_config(load(config), quantization_config=declared), expected)
@@ -152,11 +152,11 @@ def windows(**changes: Any) -> list[int | None]:
     ],
     ids=repr,
 )
-def test_heads_and_their_sizes(changes: dict[str, Any], expected: LayerKVConfig):
+def test_numbers_and_sizes_of_heads_are_read(changes: dict[str, Any], expected: LayerKVConfig):
     assert read(**changes).layers == (expected,) * 4
 
 
-def test_null_is_as_good_as_missing():
+def test_null_is_read_as_a_missing_key():
     nulls = dict.fromkeys(["head_dim", "v_head_dim", "sliding_window", "layer_types", "quantization_config", "dtype"])
     assert ModelKVConfig.from_hf_config(BASE | nulls) == read()
 
@@ -196,7 +196,7 @@ def test_null_is_as_good_as_missing():
     ],
     ids=repr,
 )
-def test_which_layers_slide(changes: dict[str, Any], expected: list[int | None]):
+def test_sliding_layers_are_recognized(changes: dict[str, Any], expected: list[int | None]):
     assert windows(**changes) == expected
 
 
@@ -254,7 +254,7 @@ def test_the_model_does_not_change_with_the_dict_it_was_read_from():
     assert model.quantization_config == SCHEME
 
 
-def test_models_are_values():
+def test_models_are_frozen_and_compare_by_value():
     assert read() == read()
     assert len({read(), read(), read(quantization_config=SCHEME)}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -326,7 +326,7 @@ def test_a_model_of_no_known_type_is_read_by_the_plain_keys_and_said_so(model_ty
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_without_a_model_type_only_what_is_doubtful_is_said():
+def test_without_a_model_type_only_doubtful_keys_are_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read(vocab_size=99, use_cache=True, hidden_act="silu", attention_bias=False, mlp_kv_heads=0)
@@ -506,7 +506,7 @@ def read_by_layer(config: dict[str, Any]) -> list[LayerKVConfig | None]:
 
 
 @pytest.mark.parametrize(("config", "expected"), MECHANISMS, ids=repr)
-def test_each_mechanism_of_the_table(config: dict[str, Any], expected: list[LayerKVConfig | None]):
+def test_each_mechanism_of_the_table_is_read(config: dict[str, Any], expected: list[LayerKVConfig | None]):
     assert read_by_layer(config) == expected
 
 
@@ -565,7 +565,7 @@ def test_ranks_of_latent_attention_are_not_guessed(left_out: str, message: str):
         ),
     ],
 )
-def test_what_engines_cache_in_several_ways_is_said(config: dict[str, Any], expected: Any, said: str):
+def test_models_that_engines_cache_in_several_ways_are_warned_of(config: dict[str, Any], expected: Any, said: str):
     with pytest.warns(KVCacheWarning, match=re.escape(said)):
         assert read_by_layer(config) == expected
 
@@ -592,7 +592,7 @@ def test_indices_are_those_of_the_layers(indices: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("config", [None, "config.json", [BASE]], ids=repr)
-def test_a_configuration_is_a_mapping(config: Any):
+def test_a_configuration_that_is_no_mapping_is_refused(config: Any):
     with pytest.raises(KVCacheTypeError, match="expected a mapping"):
         ModelKVConfig.from_hf_config(config)
 
@@ -603,12 +603,12 @@ def test_a_configuration_of_transformers_is_told_apart_from_a_mapping():
         ModelKVConfig.from_hf_config(config)
 
 
-def test_a_model_has_layers():
+def test_a_model_without_layers_is_refused():
     with pytest.raises(KVCacheValueError, match="expected at least one layer"):
         ModelKVConfig((), KVCacheDType.BFLOAT16)
 
 
-def test_a_layer_with_a_window_is_of_another_kind():
+def test_a_window_decides_the_kind_of_a_layer():
     assert layer(1, 64).kind is AttentionKind.FULL_ATTENTION
     assert layer(1, 64, window=8).kind is AttentionKind.SLIDING_WINDOW
 
@@ -623,7 +623,7 @@ def test_a_shard_holds_its_share_of_the_heads(tensor_parallel: int, full: int, s
 
 
 @pytest.mark.parametrize("tensor_parallel", ["2", 2.0, True, None])
-def test_a_number_of_devices_is_an_int(tensor_parallel: Any):
+def test_a_number_of_devices_that_is_no_int_is_refused(tensor_parallel: Any):
     with pytest.raises(KVCacheTypeError, match=f"^tensor_parallel: got {tensor_parallel!r} of type "):
         read().shard(tensor_parallel)
 

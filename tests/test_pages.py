@@ -111,7 +111,7 @@ def test_nvfp4_regions_stand_in_the_contracts_order():
 
 
 @pytest.mark.parametrize("dtype", [KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD])
-def test_regions_with_a_scale_for_each_token_and_head(dtype: KVCacheDType):
+def test_scales_of_each_token_and_head_have_their_own_regions(dtype: KVCacheDType):
     """`[K | K scales | V | V scales]`: 8 tokens, 2 heads, keys of 64 bytes, values of 32, scales of 4."""
     spec = FullAttentionSpec(8, 2, 64, 32, dtype=dtype)
     assert spec.regions.k == (PageRegion(0, 128, 64, 64), PageRegion(1024, 8, 4, 4))

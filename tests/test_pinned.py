@@ -62,7 +62,7 @@ def of_layers(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 2, 11])
 @pytest.mark.parametrize("spec", [simple_spec(), simple_spec(NVFP4, layout="HND")], ids=["bfloat16", "nvfp4"])
-def test_any_number_of_pages_goes_out_and_back(memory, spec, num_pairs):
+def test_any_number_of_pages_is_swapped_out_and_back(memory, spec, num_pairs):
     cache, host = poisoned(spec, NUM_BLOCKS), moved(poisoned(spec, NUM_HOST_BLOCKS, seed=1), memory)
     before, host_before = page_bytes(cache), page_bytes(poisoned(spec, NUM_HOST_BLOCKS, seed=1))
     pairs = PAIRS[:num_pairs]
@@ -84,7 +84,7 @@ def test_any_number_of_pages_goes_out_and_back(memory, spec, num_pairs):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("axes", [P(None, None, None, "heads"), P()], ids=["heads", "nothing"])
-def test_a_mesh_of_one_device(memory, axes, axis_type):
+def test_caches_on_a_mesh_of_one_device_are_swapped(memory, axes, axis_type):
     """A type that shows pinned memory would have XLA on a GPU scatter on the host."""
     mesh = jax.make_mesh((1,), ("heads",), (axis_type,), devices=[*memory.device_set])
     spec, where = simple_spec(), NamedSharding(mesh, axes)
@@ -109,7 +109,7 @@ def test_a_mesh_of_one_device(memory, axes, axis_type):
 
 @pytest.mark.parametrize("layer", [None, 2, jnp.int32(0), jnp.int32(3)], ids=["all", "2", "array", "none"])
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
-def test_pages_of_one_layer_or_of_all(memory, layer, x64):
+def test_pages_of_one_layer_or_of_all_are_swapped(memory, layer, x64):
     """A layer that is an array may be one that the caches do not have."""
     spec = simple_spec(NVFP4)
     cache, host = of_layers(spec, NUM_BLOCKS, 0), moved(of_layers(spec, NUM_HOST_BLOCKS, 5), memory)
@@ -127,7 +127,7 @@ def test_pages_of_one_layer_or_of_all(memory, layer, x64):
     assert_same_bytes(np.asarray(back.kv), wanted)
 
 
-def test_layers_apart_and_between_pinned_caches(memory):
+def test_separate_layers_are_swapped_to_and_between_pinned_caches(memory):
     specs = {"first": simple_spec(), "second": simple_spec(KVCacheDType.FP8_E4M3)}
     caches = {name: poisoned(spec, 4) for name, spec in specs.items()}
     hosts = {name: moved(poisoned(spec, 4, seed=1), memory) for name, spec in specs.items()}
@@ -157,7 +157,7 @@ def test_numbers_of_pairs_share_their_programs(memory):
     assert {name: compiled.count(name) for name in expected} == expected, compiled
 
 
-def test_memory_that_the_arrays_type_does_not_show(memory):
+def test_pinned_memory_is_recognized_where_the_type_does_not_show_it(memory):
     """What `out_shardings` put into pinned memory has the type of an array in device memory."""
     spec = simple_spec()
     before, cache = page_bytes(poisoned(spec, 4)), poisoned(spec, 4)
@@ -227,7 +227,7 @@ def test_what_numpy_views_does_not_change(memory):
     assert_same_bytes(view.view(np.uint8).reshape(before.shape), before)
 
 
-def test_an_error_of_the_runtime_is_that_of_a_view_only_if_it_says_so(memory, monkeypatch: pytest.MonkeyPatch):
+def test_only_errors_about_external_references_are_replaced(memory, monkeypatch: pytest.MonkeyPatch):
     """On a CPU, whose runtime copies what is viewed; any other error is raised as it is."""
     cache, host = poisoned(simple_spec(), 4), moved(poisoned(simple_spec(), 4, seed=1), memory)
     view = "INVALID_ARGUMENT: Donation requested for buffer with external reference"
@@ -243,7 +243,7 @@ def test_an_error_of_the_runtime_is_that_of_a_view_only_if_it_says_so(memory, mo
         assert not host.kv.is_deleted()
 
 
-def test_an_import_pads_with_no_block(memory, monkeypatch: pytest.MonkeyPatch):
+def test_an_import_pads_with_a_block_out_of_range(memory, monkeypatch: pytest.MonkeyPatch):
     """What a block holds that is written twice is unspecified."""
     blocks, put = [], pinned.put
 
@@ -302,7 +302,7 @@ OPERATIONS: dict[str, Callable[[KVCache], Any]] = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("is_jitted", [False, True], ids=["called", "jitted"])
 @pytest.mark.parametrize("is_swapped", [False, True])
-def test_other_operations_refuse_it(memory, operation, is_jitted, is_swapped):
+def test_other_operations_refuse_pinned_caches(memory, operation, is_jitted, is_swapped):
     cache = moved(poisoned(simple_spec(NVFP4), 4), memory)
     if is_swapped:
         cache = swap_blocks(poisoned(simple_spec(NVFP4), 4), cache, np.array([[0, 1]]))
@@ -314,7 +314,7 @@ def test_other_operations_refuse_it(memory, operation, is_jitted, is_swapped):
     assert "swap the blocks into one first" in str(raised.value)
 
 
-def test_traced_swaps_refuse_it(memory):
+def test_traced_swaps_refuse_pinned_caches(memory):
     spec, pairs = simple_spec(), np.array([[0, 1]])
     cache, host = poisoned(spec, 4), moved(poisoned(spec, 4), memory)
     for name, caches in (("source", (host, cache)), ("destination", (cache, host))):

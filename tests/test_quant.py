@@ -50,7 +50,7 @@ def test_exact_divide_rounds_once(mode, scale):
     assert_same_bytes(np.asarray(DIVISIONS[mode](jnp.asarray(x), scale)), expected)
 
 
-def test_exact_divide_of_special_values():
+def test_exact_divide_handles_special_values():
     x = jnp.asarray([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 3e38], jnp.float32)
     divided = np.asarray(jax.jit(quant.exact_divide)(x, jnp.float32(0.5)))
     np.testing.assert_array_equal(divided, np.float32([np.nan, np.inf, -np.inf, 0, -0.0, 2, np.inf]))
@@ -59,7 +59,7 @@ def test_exact_divide_of_special_values():
 
 @pytest.mark.parametrize("source", ["float16", "bfloat16"])
 @pytest.mark.parametrize("target", INPUT_DTYPES)
-def test_cast_of_every_16_bit_float(source, target):
+def test_cast_rounds_every_16_bit_float(source, target):
     x = all_values(INPUT_DTYPES[source])
     dtype = np.dtype(INPUT_DTYPES[target])
     expected = reference.cast(x, dtype)
@@ -68,7 +68,7 @@ def test_cast_of_every_16_bit_float(source, target):
 
 
 @pytest.mark.parametrize("target", ["float16", "bfloat16"])
-def test_cast_of_float32_next_to_every_rounding(target):
+def test_cast_rounds_float32_next_to_every_midpoint(target):
     dtype = np.dtype(INPUT_DTYPES[target])
     largest = finite_values(dtype)[-1]
     with np.errstate(over="ignore"):
@@ -81,7 +81,7 @@ def test_cast_of_float32_next_to_every_rounding(target):
 
 
 @matrix({"source": ["float16", "bfloat16"], "dtype": reference.FP8, "scale": SCALES}, pairs=True)
-def test_fp8_of_every_16_bit_float(source, dtype, scale):
+def test_encode_fp8_rounds_every_16_bit_float(source, dtype, scale):
     x = all_values(INPUT_DTYPES[source])
     expected = reference.encode_fp8(x, scale, dtype)
     encode = functools.partial(quant.encode_fp8, dtype=dtype)
@@ -90,7 +90,7 @@ def test_fp8_of_every_16_bit_float(source, dtype, scale):
 
 
 @FP8
-def test_fp8_of_float32_next_to_every_rounding(dtype):
+def test_encode_fp8_rounds_float32_next_to_every_midpoint(dtype):
     x = around_midpoints(finite_values(reference.ELEMENT[dtype]))
     largest = dtype.info.max
     x = np.concatenate([x, np.float32([1.03, 1.04, 1.0625, 1.07, 1e3, np.inf]) * np.float32(largest), -x])
@@ -114,7 +114,7 @@ def test_fp8_of_float32_next_to_every_rounding(dtype):
         ("1e30", 0x7E, 0x7B),
     ],
 )
-def test_fp8_of_special_values(dtype, x, e4m3, e5m2):
+def test_encode_fp8_handles_special_values(dtype, x, e4m3, e5m2):
     encoded = quant.encode_fp8(jnp.asarray([float(x)], jnp.float32), 1.0, dtype)
     assert np.asarray(encoded).view(np.uint8)[0] == {KVCacheDType.FP8_E4M3: e4m3, KVCacheDType.FP8_E5M2: e5m2}[dtype]
 
@@ -130,7 +130,7 @@ def test_fp8_scales_broadcast_over_heads(dtype):
 
 @FP8
 @EACH_SCALE
-def test_decode_of_every_fp8_byte(dtype, scale):
+def test_decode_fp8_decodes_every_byte(dtype, scale):
     stored = all_values(reference.ELEMENT[dtype])
     decoded = np.asarray(jax.jit(quant.decode_fp8)(jnp.asarray(stored), jnp.float32(scale)))
     np.testing.assert_array_equal(decoded, stored.astype(np.float32) * np.float32(scale))
@@ -153,7 +153,7 @@ def adversarial_rows(most: float) -> np.ndarray:
 
 
 @matrix({"source": INPUT_DTYPES, "dtype": reference.PER_TOKEN_HEAD})
-def test_per_token_head_encode(source, dtype):
+def test_encode_per_token_head_matches_the_reference(source, dtype):
     with np.errstate(over="ignore", under="ignore"):
         x = adversarial_rows(dtype.info.max).astype(INPUT_DTYPES[source])
     codes, scales = reference.encode_per_token_head(x, dtype)
@@ -185,7 +185,7 @@ INT8, FP8_ROWS = KVCacheDType.INT8_PER_TOKEN_HEAD, KVCacheDType.FP8_PER_TOKEN_HE
         (FP8_ROWS, [np.inf, 1, -3e38, -np.inf], [0x7F, 0, 0x80, 0x7F], np.inf),
     ],
 )
-def test_per_token_head_of_special_rows(dtype, row, codes, scale):
+def test_encode_per_token_head_handles_special_rows(dtype, row, codes, scale):
     for encode in (reference.encode_per_token_head, quant.encode_per_token_head):
         got_codes, got_scale = map(np.asarray, encode(jnp.asarray([row], jnp.float32), dtype))
         np.testing.assert_array_equal(got_codes[0].view(np.int8), np.array(codes).astype(np.uint8).view(np.int8))
@@ -197,7 +197,7 @@ def test_per_token_head_of_special_rows(dtype, row, codes, scale):
 
 @PER_TOKEN_HEAD
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0173, 3e30, 0.0, np.inf, np.nan])
-def test_per_token_head_decode_of_every_code(dtype, scale):
+def test_decode_per_token_head_decodes_every_code(dtype, scale):
     codes = all_values(reference.ELEMENT[dtype])[None]
     with np.errstate(invalid="ignore"):
         expected = reference.one_nan(codes.astype(np.float32) * np.float32(scale))
@@ -311,7 +311,7 @@ def test_gpus_invert_block_scales_as_they_are_stored(target):
 
 
 @EACH_SCALE
-def test_nvfp4_decode_of_every_code_and_block_scale(scale):
+def test_decode_nvfp4_decodes_every_code_with_every_block_scale(scale):
     block_scales = all_values(reference.E4M3)
     data = np.tile(np.arange(0, 256, dtype=np.uint8).reshape(32, 8), (8, 1))
     codes = np.stack([data % 16, data // 16], axis=-1).reshape(256, 16)

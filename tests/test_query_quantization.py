@@ -39,7 +39,7 @@ CONFIG = PromptConfig(128, 2)
         pytest.param("fp8_k_nvfp4_4over6_v", {"head_size": 32}, marks=pytest.mark.full),
     ],
 )
-def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype, changes):
+def test_keys_are_gathered_by_rows_and_values_transposed_each_rounded_once(dtype, changes):
     fields = {"block_size": 16, "num_kv_heads": 3, "head_size": 64, "dtype": KVCacheDType(dtype)} | changes
     spec, keys_of = FullAttentionSpec(**fields), jax.random.split(jax.random.key(0))
     num_tokens = 3 * spec.block_size - 5
@@ -98,7 +98,7 @@ def test_gathered_are_keys_by_rows_and_values_transposed_each_rounded_once(dtype
         ),
     ],
 )  # fmt: skip
-def test_interpreted_the_kernel_is_its_model(shapes, problem, config):
+def test_the_interpreted_kernel_matches_its_model(shapes, problem, config):
     of_prompts.check(of_prompts.operands(**{"query_dtype": np.float16} | shapes, dtype=E4M3), problem, config)
 
 
@@ -155,7 +155,7 @@ OPTIONS = [
 
 @INTERPRETS_JOINS
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_interpreted_it_is_what_xla_computes_whatever_is_where_nobody_looks(options):
+def test_interpreted_results_match_xla_whatever_unread_memory_holds(options):
     case = ragged_suite.ragged(**STEP, num_kv_heads=1, head_size=32, **options)
     problem = ragged_suite.build(case)
     got, want = ragged_suite.run(problem, interpreted), ragged_suite.run(problem, in_xla)
@@ -186,7 +186,7 @@ def test_errors_are_those_of_rounding_to_e4m3_and_decodes_have_none(options):
     ],
     ids=["XLA, nvfp4", "XLA, fp8_e4m3", "interpreted, nvfp4"],
 )
-def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_in_a_batch(attend, options):
+def test_batch_invariant_results_have_the_same_bits_alone_and_in_a_batch(attend, options):
     """Its own divisor of NVFP4 included."""
     q_lens = (5, 18, 1)
     problem = ragged_suite.build(ragged_suite.ragged(q_lens, (40, 18, 7), num_kv_heads=1, head_size=32, **options))
@@ -217,7 +217,7 @@ def test_nvfp4_of_any_magnitude_has_the_same_error(magnitude):
     assert spec.dtype is KVCacheDType.NVFP4
 
 
-def test_attend_passes_it_on():
+def test_attend_passes_query_quantization_on():
     spec = FullAttentionSpec(16, 1, 32, dtype=KVCacheDType.FP8_E4M3)
     query, key, value = jax.random.normal(jax.random.key(0), (3, 24, 1, 32), jnp.bfloat16)
     indices = {"slot_mapping": 16 + np.arange(24), "block_table": [[1, 2]], "seq_lens": [24], "cu_q_lens": [0, 24]}
@@ -247,7 +247,7 @@ def test_attend_passes_it_on():
     ids=str,
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_what_it_does_not_serve_is_refused(fields, query_dtype, options, message, implementation):
+def test_unsupported_caches_and_queries_are_refused(fields, query_dtype, options, message, implementation):
     spec = FullAttentionSpec(
         **{"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": KVCacheDType.NVFP4} | fields
     )
@@ -308,7 +308,7 @@ def test_compiled_no_register_is_spilled(dtype, changes, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_on_a_gpu_the_kernel_is_its_model(multiprocessors):
+def test_on_a_gpu_the_kernel_matches_its_model(multiprocessors):
     shapes = of_prompts.LENGTHS | {"heads": (4, 2), "head_size": 128, "head_size_v": 64, "query_dtype": jnp.bfloat16}
     config = PromptConfig(128, 2)
     args = of_prompts.operands(**shapes, dtype=E4M3)
@@ -338,7 +338,7 @@ def test_on_a_gpu_errors_against_float64_are_those_of_rounding(options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_e4m3"])
-def test_on_a_gpu_it_is_what_xla_computes(dtype):
+def test_on_a_gpu_results_match_xla(dtype):
     problem = ragged_suite.build(ragged_suite.ragged(**ragged_suite.GRID, dtype=dtype, head_size=128, sinks=True))
     by_kernels = functools.partial(
         ragged_paged_attention, return_lse=True, implementation="mosaic", query_quantization=True

@@ -111,7 +111,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     ],
     ids=str,
 )
-def test_a_serving_step_is_attended_to_right(attend, case):
+def test_attention_matches_float64_for_a_serving_step(attend, case):
     check(case, attend)
 
 
@@ -131,7 +131,7 @@ TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4
     ],
     ids=str,
 )
-def test_trees_beside_prompts_are_attended_to_right(attend, case):
+def test_attention_matches_float64_for_trees_beside_prompts(attend, case):
     check(case, attend)
 
 
@@ -140,7 +140,7 @@ def test_a_mask_for_more_tokens_than_the_step_has_is_cut(attend):
     suite.assert_right(problem, *run(problem, attend, padding=0), **slack(problem.case, attend))
 
 
-def test_trees_of_one_branch_are_no_trees(attend):
+def test_trees_of_one_branch_match_causal_attention(attend):
     problem = build(ragged((1, 4, 20, 3), (30, 9, 50, 3), dtype="bfloat16", window=7))
     options = {"decode_q_len": 4, "max_prompts": 1}
     mask = np.ones((4, 4), bool)
@@ -172,7 +172,7 @@ def test_a_wrong_tree_is_refused(mask, options, message):
     assert str(raised.value).startswith(message)
 
 
-def test_a_chunk_that_begins_within_a_block_and_ends_with_the_table(attend):
+def test_a_chunk_may_begin_within_a_block_and_end_with_the_table(attend):
     check(ragged((50,), (63,), dtype="nvfp4"), attend)
 
 
@@ -223,7 +223,7 @@ def test_without_the_prompt_kernel_a_window_gathers_only_its_blocks(attend, monk
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "window"), [("bfloat16", None), ("nvfp4", 700)])
-def test_long_chunks_are_attended_to_right(attend, dtype, window):
+def test_attention_matches_float64_for_long_chunks(attend, dtype, window):
     problem = build(ragged((1024, 1, 9), (4096, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
     suite.assert_right(problem, *run(problem, attend), **slack(problem.case, attend))
 
@@ -243,7 +243,7 @@ def test_results_do_not_depend_on_buckets(attend, q_lens):
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(11, marks=pytest.mark.full)])
-def test_one_chunk_is_five_is_decode(attend, window):
+def test_chunks_of_any_size_match_decoding(attend, window):
     """A chunk's own keys and values are read as they were stored."""
     problem = build(ragged((45,), (45,), dtype="nvfp4", scales="scalar", window=window, block_size=8))
     want, factors = suite.expected(problem, 0), slack(problem.case, attend)
@@ -294,7 +294,7 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
 @pytest.mark.full
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
-def test_many_steps_are_attended_to_right(attend, **step):
+def test_attention_matches_float64_for_many_steps(attend, **step):
     check_step(attend, **step)
 
 
@@ -357,7 +357,7 @@ def test_inside_shard_map_results_are_those_outside(check_vma):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs", "max_blocks"), [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0)])
-def test_no_rows_no_sequences_and_no_blocks(attend, num_tokens, num_seqs, max_blocks):
+def test_attention_accepts_empty_batches_and_tables(attend, num_tokens, num_seqs, max_blocks):
     spec = simple_spec(KVCacheDType.NVFP4)
     query = np.ones((num_tokens, 4, 64), np.float16)
     table, lens = np.zeros((num_seqs, max_blocks), np.int32), np.full(num_seqs, 5, np.int32)
@@ -402,7 +402,7 @@ def small_call() -> dict[str, Any]:
         ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_invalid_arguments_are_refused(change, error, message):
     with pytest.raises(error) as raised:
         ragged_paged_attention(**small_call() | change)
     assert str(raised.value).startswith(message)
@@ -461,7 +461,7 @@ def test_what_the_kernels_cannot_serve_has_a_reason():
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"window": 9, "cap": 4.0}, marks=pytest.mark.full)], ids=len)
-def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(options, attend):
+def test_batch_invariant_results_have_the_same_bits_alone_and_in_a_batch(options, attend):
     """A sequence has the same bits alone and in any order of a batch."""
     q_lens = (1, 33, 2, 0, 70) if attend.has_invariant_prompts else (1, 3, 2, 0, 1)
     problem = build(ragged(q_lens, (40, 70, 2, 5, 1100), dtype="nvfp4", **options))

@@ -111,7 +111,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_map_of_imports_is_the_one_that_is_held():
+def test_the_map_of_imports_is_the_one_that_is_tested():
     """WORKSPACE.md's lists of modules are those of the layering test, in its order."""
     section = (ROOT / "WORKSPACE.md").read_text().split("## What may import what")[1].split("\n## ")[0]
     listed = re.findall(r"^- (`[\w`, ]+`):", section, re.MULTILINE)

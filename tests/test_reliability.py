@@ -14,7 +14,7 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)))
 
 
 @pytest.mark.parametrize(("file", "test"), NAMED, ids="::".join)
-def test_what_is_named_exists(file: str, test: str):
+def test_files_and_tests_that_the_page_names_exist(file: str, test: str):
     assert (ROOT / file).is_file()
     if test:
         nodes = ast.parse((ROOT / file).read_text()).body

@@ -229,7 +229,7 @@ def test_an_explicit_dtype_wins_over_every_declaration(requested: KVCacheDType, 
     ("requested", "dtype"),
     [("float", KVCacheDType.FLOAT32), ("half", KVCacheDType.FLOAT16), ("fp8", KVCacheDType.FP8_E4M3)],
 )
-def test_an_explicit_alias_is_explicit(requested: str, dtype: KVCacheDType):
+def test_an_alias_is_a_choice_of_the_user(requested: str, dtype: KVCacheDType):
     resolved = resolve_kv_cache_dtype(requested, model_dtype="bfloat16")
     assert resolved == ResolvedKVCacheDType(dtype, DTypeSource.USER)
 
@@ -256,7 +256,7 @@ def test_a_model_dtype_that_no_cache_holds_is_refused_only_where_it_is_needed():
     assert explicit.dtype is KVCacheDType.FP8_E4M3
 
 
-def test_the_source_reads_as_a_word():
+def test_a_source_prints_as_a_word():
     assert [str(source) for source in DTypeSource] == ["user", "checkpoint", "model"]
 
 
@@ -348,7 +348,7 @@ def test_a_checkpoint_declares_the_dtype_of_each_layer(wrap: Any, algorithm: str
     assert in_words(explicit) == ["fp8_e5m2 of user"] * 12
 
 
-def test_the_weights_map_is_not_the_caches():
+def test_a_map_of_weights_does_not_decide_the_dtype_of_caches():
     weights = {"model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4"}}
     declared = modelopt(quant_algo="MIXED_PRECISION", quantized_layers=weights)
     assert in_words(resolve_layer_dtypes(with_quantization(declared))) == ["bfloat16 of model"] * 12
@@ -569,13 +569,13 @@ def test_a_skipped_layer_that_is_no_int_or_string_is_refused_by_type(entry: Any)
     [resolve_layer_dtypes, resolve_layer_specs, functools.partial(load_kv_scales, {})],
     ids=["dtypes", "specs", "scales"],
 )
-def test_a_model_is_a_model(read: Any, model: Any):
+def test_an_argument_that_is_no_model_is_refused(read: Any, model: Any):
     with pytest.raises(KVCacheTypeError, match=r"^model: got .*, expected a ModelKVConfig: ModelKVConfig.from_hf_"):
         read(model)
 
 
 @pytest.mark.parametrize("skip_layers", ["0", "sliding_window", 0, None], ids=repr)
-def test_skip_layers_is_a_sequence(skip_layers: Any):
+def test_skip_layers_that_are_no_sequence_are_refused(skip_layers: Any):
     with pytest.raises(KVCacheTypeError, match="expected a sequence of layer indices and kinds"):
         resolve_layer_specs(MODEL, "fp8", skip_layers=skip_layers)
 
@@ -589,7 +589,7 @@ def test_specs_hold_each_layers_facts():
     assert (sliding.quant_mode, full.quant_mode) == (KVQuantMode.NVFP4, KVQuantMode.NVFP4)
 
 
-def test_quantization_is_the_layers_own():
+def test_each_layer_has_its_own_quantization_mode():
     specs = resolve_layer_specs(MODEL, "fp8", skip_layers=["sliding_window"])
     assert [spec.quant_mode for spec in specs[:3]] == [KVQuantMode.NONE, KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR]
 

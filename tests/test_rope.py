@@ -124,7 +124,7 @@ def test_interpreted_programs_of_whole_tokens_write_the_same_without_races(head_
     valid=lambda case: case["dtype"] in FEW_DTYPES or case["num_tokens"] == 9001,
     pairs=True,
 )
-def test_many_tokens_on_a_gpu(dtype, is_neox, num_tokens):
+def test_on_a_gpu_many_tokens_have_the_bytes_of_xla(dtype, is_neox, num_tokens):
     """Programs of several tokens, of which the last takes some of the one before."""
     spec = simple_spec(dtype, num_kv_heads=8, head_size=128, block_size=16)
     bfloat16 = INPUT_DTYPES["bfloat16"]
@@ -156,7 +156,7 @@ def test_tokens_may_have_two_dimensions():
     assert_same_bytes(page_bytes(got[1]), page_bytes(flat[1]))
 
 
-def test_a_layer_of_a_cache_of_several():
+def test_one_layer_of_several_is_written():
     spec = simple_spec()
     cache = KVCache.allocate(spec, 2, num_layers=3)
     key, value = kv_tokens(spec, 6)
@@ -191,7 +191,7 @@ GOOD: dict[str, Any] = {
         ({"is_neox": 1}, KVCacheTypeError, "is_neox: got 1 of type int, expected a bool"),
     ],
 )
-def test_what_does_not_fit_is_named(wrong, error, message):
+def test_invalid_arguments_are_refused_by_name(wrong, error, message):
     with pytest.raises(error) as raised:
         rope_and_cache(cache=KVCache.allocate(simple_spec(), 2), **GOOD | wrong)
     assert message in str(raised.value)

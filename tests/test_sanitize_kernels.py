@@ -31,7 +31,7 @@ def test_every_kind_of_kernel_is_run_once():
 
 
 @pytest.mark.full
-def test_it_says_what_it_ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_each_write_and_gather_that_ran_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     promises = []
 
     def watched_write(*args: object, **options: object) -> object:
@@ -215,7 +215,9 @@ def test_latents_of_every_dtype_are_attended_to_by_both_kernels():
 
 
 @pytest.mark.full
-def test_it_says_what_it_ran_of_latents(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_each_operation_on_latents_that_ran_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Writes, rotation and gathers are interpreted; attention, which takes minutes, is not run."""
     run_latents, calls = DRIVER["run_latents"].__globals__, []
 
@@ -305,7 +307,9 @@ def test_from_torch_it_runs_what_torch_calls_of_latents(
         (["--latents", "--prompts"], "--latents excludes --prompts and --windows"),
     ],
 )
-def test_arguments_that_exclude_each_other(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_arguments_that_exclude_each_other_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit):
         DRIVER["main"](arguments)
     assert message in capsys.readouterr().err

@@ -347,7 +347,7 @@ def test_a_quantized_cache_without_scales_is_told_what_that_costs(tmp_path: Path
 
 
 @pytest.mark.parametrize("requested", ["fp8", "fp8_e5m2", "nvfp4"])
-def test_a_scale_of_1_costs_what_is_said(requested: str):
+def test_a_scale_of_1_loses_the_magnitudes_that_the_warning_names(requested: str):
     """The magnitudes that the warning names: the next ones are kept."""
     least = {"fp8": 2.0**-10, "fp8_e5m2": 2.0**-17, "nvfp4": 6 * 2.0**-10}[requested]
     spec = kvjax.FullAttentionSpec(16, 1, 16, dtype=kvjax.parse_kv_cache_dtype(requested))
@@ -407,12 +407,12 @@ def test_a_divisor_that_is_no_magnitude_is_refused(divisor: float):
 
 
 @pytest.mark.parametrize("checkpoint", [None, 3, [("a", 1)]], ids=repr)
-def test_a_checkpoint_is_a_path_or_a_mapping(checkpoint: Any):
+def test_a_checkpoint_that_is_neither_a_path_nor_a_mapping_is_refused(checkpoint: Any):
     with pytest.raises(KVCacheTypeError, match="checkpoint: got"):
         load_kv_scales(checkpoint, FP8_MODEL)
 
 
-def test_tensors_of_a_mapping_are_numbers_with_names():
+def test_a_mapping_without_names_or_numbers_is_refused():
     with pytest.raises(KVCacheTypeError, match="got the key 3, expected names"):
         load_kv_scales({3: 1.0}, FP8_MODEL)  # type: ignore[dict-item]
     with pytest.raises(KVCacheTypeError, match=r"layers\.0\.attn\.k_scale: got a str, expected an array of numbers"):

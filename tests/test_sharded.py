@@ -121,7 +121,7 @@ def test_several_devices_need_a_sharding_with_names():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_of_one_device(axis_type, by_hand):
+def test_a_cache_on_a_mesh_of_one_device_is_written(axis_type, by_hand):
     """Of explicit axes a type divides what one device has whole."""
     spec = simple_spec(KVCacheDType.NVFP4)
     sharding = NamedSharding(jax.make_mesh((1,), ("tensor",), (axis_type,)), P(None, None, None, "tensor"))
@@ -141,7 +141,7 @@ def test_the_spec_of_a_device_has_its_heads():
     assert 8 * cache.local_spec.page_size_bytes == spec.page_size_bytes
 
 
-def test_a_model_that_two_devices_divide():
+def test_two_devices_divide_a_model():
     program = run_program("divided_llama.py", num_devices=2)
     output, _ = program.communicate()
     assert program.returncode == 0, output

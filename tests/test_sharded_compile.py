@@ -88,7 +88,7 @@ def test_xla_writes_in_place_on_each_device(dtype, division):
     few={"dtype": FEW_DTYPES},
     valid=lambda case: case["operation"] == "gather_kv" or case["dtype"] in FEW_DTYPES,
 )
-def test_nothing_is_exchanged_to_read(operation, dtype, division):
+def test_reads_need_no_communication_between_devices(operation, dtype, division):
     """Sequences are divided as blocks are, and the results by sequences and heads."""
     operation = OPERATIONS[operation]
     mesh = MESHES[division]
@@ -133,7 +133,7 @@ def write_unnamed(key, value, kv, slots, spec):
 
 
 @pytest.mark.full
-def test_what_is_exchanged_is_seen():
+def test_communication_between_devices_is_reported():
     """A traced NVFP4 cache that does not say how it is divided is one whose pages hold the heads of all devices."""
     mesh, spec = MESHES["heads and blocks"], make_spec(KVCacheDType.NVFP4)
     rows = array((NUM_TOKENS, 8, 128), jnp.bfloat16, mesh, None, "tensor")

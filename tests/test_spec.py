@@ -60,7 +60,9 @@ def sliding(dtype: KVCacheDType, *sizes: int, **fields: Any) -> SlidingWindowSpe
     ],
 )
 @pytest.mark.parametrize("kind", [full, sliding])
-def test_every_dtype_in_every_kind(kind, dtype, storage_dtype, array_dtype, row, bytes_per_token, page_size_bytes):
+def test_every_dtype_has_its_shape_and_size_in_every_kind(
+    kind, dtype, storage_dtype, array_dtype, row, bytes_per_token, page_size_bytes
+):
     nhd, hnd = (kind(dtype, layout=layout) for layout in CacheLayout)
     assert nhd.cache_shape(5) == (5, 2, 16, 8, row)
     assert hnd.cache_shape(5) == (5, 2, 8, 16, row)
@@ -85,7 +87,7 @@ def test_every_dtype_in_every_kind(kind, dtype, storage_dtype, array_dtype, row,
         (NVFP4, 180, 720, 1440),
     ],
 )
-def test_values_with_a_head_size_of_their_own(dtype, row, bytes_per_token, bytes_per_token_sliding):
+def test_values_may_have_their_own_head_size(dtype, row, bytes_per_token, bytes_per_token_sliding):
     for kind, heads, expected in [(full, 4, bytes_per_token), (sliding, 8, bytes_per_token_sliding)]:
         spec = kind(dtype, 16, heads, 192, 128)
         assert spec.is_diffkv
@@ -140,7 +142,7 @@ def test_quantization_is_asked_of_the_layer(dtype, quant_mode):
     assert full(dtype).quant_mode is sliding(dtype).quant_mode is quant_mode
 
 
-def test_fp8_keys_beside_nvfp4_values():
+def test_fp8_keys_and_nvfp4_values_share_a_page():
     """Of 128 elements rows of 128 bytes, and of 64 and 8; `[K | V data | V scales]` of 16 tokens and 8 heads."""
     spec = full(KVCacheDType.FP8_K_NVFP4_V)
     assert (spec.storage_dtype, spec.array_dtype) == (np.uint8, np.uint8)
@@ -444,11 +446,11 @@ def test_the_bytes_that_tokens_need_hold_them(specs: list[AttentionSpec], tokens
         *((FP8_ROWS, 635_488), (INT8_ROWS, 635_488), (NVFP4, 1_165_072), (NVFP4_4OVER6, 1_165_072)),
     ],
 )
-def test_what_40_gib_hold_of_llama(dtype, tokens):
+def test_max_tokens_returns_the_tokens_of_llama_in_40_gib(dtype, tokens):
     assert max_tokens([full(dtype)] * 32, 40 * 2**30) == tokens
 
 
-def test_layers_fill_their_pages_each_in_its_own_time():
+def test_max_tokens_counts_pages_by_the_block_size_of_each_layer():
     """17 tokens take two pages of 16 tokens and one of 32."""
     bfloat16, fp8 = specs = unify_page_sizes([full(BFLOAT16), full(E4M3)])
     assert (bfloat16.block_size, fp8.block_size) == (16, 32)
@@ -468,7 +470,7 @@ def test_layers_fill_their_pages_each_in_its_own_time():
     ],
     ids=["unify", "tokens", "blocks", "calibrate"],
 )
-def test_specs_are_a_sequence(use, specs):
+def test_specs_that_are_no_sequence_are_refused(use, specs):
     with pytest.raises(KVCacheTypeError, match=r"^specs: got .*, expected a sequence of specs, one for each layer$"):
         use(specs)
 
@@ -488,7 +490,7 @@ def test_a_budget_of_any_size_is_counted():
         ([full(E4M3)], "40GiB", KVCacheTypeError, "budget_bytes: got '40GiB' of type str, expected an int"),
     ],
 )
-def test_budgets_that_are_refused(specs, budget, error: type[KVCacheError], message: str):
+def test_invalid_budgets_are_refused(specs, budget, error: type[KVCacheError], message: str):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         max_tokens(specs, budget)
     with pytest.raises(error, match=f"^{re.escape(message.replace('max_tokens', 'max_blocks'))}$"):

@@ -174,7 +174,7 @@ CACHE = poisoned(SPEC, 4)
         ),
     ],
 )
-def test_arguments_are_refused(call, error, message):
+def test_invalid_arguments_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
     assert not CACHE.kv.is_deleted()

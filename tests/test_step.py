@@ -199,7 +199,7 @@ def other_pools():
         ),
     ],
 )
-def test_what_cannot_be_is_named(call, error, message):
+def test_invalid_arguments_are_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -17,7 +17,7 @@ def test_words_stand_left_and_numbers_right():
     ]
 
 
-def test_several_columns_of_words():
+def test_several_columns_may_be_aligned_left():
     table = markdown_table(["a", "long", "n"], [["wide", "b", "10"]], left=2)
     assert table.splitlines() == ["| a    | long |  n |", "| ---- | ---- | -: |", "| wide | b    | 10 |"]
 

@@ -107,13 +107,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_is_right_in_each_case(attend, case):
+def test_attention_matches_float64_in_each_case(attend, case):
     suite.check(case, attend)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in suite.cases(2) if case.lengths != "long"], ids=str)
-def test_each_pair_of_choices(attend, case):
+def test_attention_matches_float64_for_each_pair_of_options(attend, case):
     if case.dtype == "nvfp4" and case.head_size_v not in (None, case.head_size):
         pytest.skip("the halves of such a page are not two tensors")
     suite.check(case, attend)
@@ -180,14 +180,14 @@ def test_torchs_opcheck_accepts_the_operation(options, dtype, query_dtype, devic
     ],
     ids=str,
 )
-def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(case, attend):
+def test_batch_invariant_results_have_the_same_bits_alone_and_in_a_batch(case, attend):
     invariant = functools.partial(attend, batch_invariant=True)
     suite.check_alone(case, invariant, sequences=range(len(case.seq_lens)))
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(invariant))
 
 
-def test_batch_invariant_of_what_no_kernel_serves_is_refused(recorder):
+def test_batch_invariance_is_refused_where_no_kernel_serves(recorder):
     call = arguments(query_dtype=torch.float32)
     with pytest.raises(UnsupportedError, match=r"got batch_invariant=True for a query of torch.float32 and a cache of"):
         kvjax_torch.paged_attention(**call, batch_invariant=True)
@@ -223,7 +223,7 @@ def test_a_batch_invariant_call_with_too_large_a_workspace_is_refused_before_ker
     assert recorder == []
 
 
-def test_launched_for_the_multiprocessors_of_the_device(monkeypatch):
+def test_kernels_are_launched_for_the_multiprocessors_of_the_device(monkeypatch):
     shared = {"shared_memory_per_block_optin": 99 * 1024}
     properties = types.SimpleNamespace(multi_processor_count=148, major=10, minor=0, **shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -316,7 +316,7 @@ def test_compiled_code_attends_as_eager_code_does(query_dtype, device):
         ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_invalid_arguments_are_refused(change, error, message):
     with pytest.raises(error) as raised:
         kvjax_torch.paged_attention(**arguments() | change)
     assert str(raised.value).startswith(message)
@@ -384,7 +384,7 @@ INTERPRETED = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "form"), INTERPRETED, ids=str)
-def test_interpreted_with_what_a_launch_is_given(case, form, interpreter):
+def test_interpreted_kernels_with_arguments_of_a_launch_match_float64(case, form, interpreter):
     problem = suite.build(case)
     suite.assert_right(problem, *problem.run(attend_on("cpu", form=form)))
     parts = {(17, 2): 3, (5, 4): 2}.get((case.group, case.q_len), 1)
@@ -394,7 +394,7 @@ def test_interpreted_with_what_a_launch_is_given(case, form, interpreter):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["beside", "one_allocation", "two_tensors"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
-def test_views_of_one_allocation_are_one_memory(dtype, form, layout, recorder):
+def test_views_of_one_allocation_are_read_as_one_memory(dtype, form, layout, recorder):
     """A tile of pages of 16 tokens takes as few bulk copies as a page of kvjax's own."""
     case = Case(dtype, lengths=(37, 3), layout=layout, num_kv_heads=8, head_size=128, block_size=16)
     query, cache, *rest = suite.build(case).args
@@ -582,7 +582,7 @@ def test_the_workspace_goes_back_to_torch():
 
 
 @ON_GPU
-def test_threads_on_streams_of_their_own():
+def test_threads_may_attend_on_streams_of_their_own():
     cases = [Case("nvfp4", lengths="mixed"), Case("bfloat16", lengths=(5000, 3), q_len=2), Case("fp8_e4m3", group=3)]
     given_calls = [on_gpu(case) for case in cases]
     expected = [kvjax_torch.paged_attention(**call) for call in given_calls]

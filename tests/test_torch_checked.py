@@ -43,7 +43,7 @@ def gather(cache: torch.Tensor, table: list[list[int]], lengths: list[int], k_sc
         ([3, 5, 3], "slot_mapping[2]: got 3, expected a unique slot: slot_mapping[0] is the same"),
     ],
 )
-def test_slots_are_looked_at_before_anything_is_written(device, slots, message):
+def test_slots_are_checked_before_anything_is_written(device, slots, message):
     cache = new_cache(device)
     with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
         write(cache, slots)
@@ -61,7 +61,7 @@ def test_slots_are_looked_at_before_anything_is_written(device, slots, message):
         ([[0, 1]], [-3], "seq_lens[0]: got -3, expected between 0 and 16"),
     ],
 )
-def test_tables_and_lengths_are_looked_at(device, table, lengths, message):
+def test_tables_and_lengths_are_checked(device, table, lengths, message):
     cache = new_cache(device)
     gather(cache, table, lengths)
     with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
@@ -82,7 +82,7 @@ def test_what_is_allowed_has_the_same_result(device):
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_a_kind_of_call_that_is_known_is_looked_at_too(device):
+def test_a_known_kind_of_call_is_checked_too(device):
     cache = new_cache(device)
     for _ in range(3):
         write(cache, [1, 2, 3])
@@ -93,7 +93,7 @@ def test_a_kind_of_call_that_is_known_is_looked_at_too(device):
 @pytest.mark.parametrize(
     ("operation", "q_lens", "window"), [("paged_attention", (1, 1), 5), ("ragged_paged_attention", (4, 1), 2)]
 )
-def test_blocks_before_a_window_are_not_looked_for(operation, q_lens, window, device):
+def test_blocks_before_a_window_are_not_checked(operation, q_lens, window, device):
     """Of 13 tokens in blocks of eight, the first row's window begins with the second block."""
     cache, query = new_cache(device), torch.ones(sum(q_lens), 4, 64, device=device)
     indices = [tensor([[99, 0], [3, 2]], device), tensor([13, 4], device)]
@@ -111,7 +111,7 @@ def test_blocks_before_a_window_are_not_looked_for(operation, q_lens, window, de
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e38, float("nan")])
-def test_scales_are_looked_at_on_a_gpu_too(device, scale):
+def test_scales_are_checked_on_a_gpu_too(device, scale):
     cache = new_cache(device)
     for given in (torch.tensor(scale, device=device), torch.tensor([1.0, scale], device=device)):
         with kvjax.checked(), pytest.raises(KVCacheValueError) as raised:
@@ -120,7 +120,7 @@ def test_scales_are_looked_at_on_a_gpu_too(device, scale):
     assert (cache == 0xAB).all()
 
 
-def test_the_operations_that_compiled_code_calls_are_looked_at_too(device):
+def test_the_operations_that_compiled_code_calls_are_checked_too(device):
     cache, one = new_cache(device), torch.ones((), device=device)
     rows, slots = torch.ones(3, 2, 64, device=device), tensor([1, 2, 2], device)
     with kvjax.checked(), pytest.raises(KVCacheValueError, match=r"slot_mapping\[2\]: got 2, expected a unique slot"):
@@ -128,7 +128,7 @@ def test_the_operations_that_compiled_code_calls_are_looked_at_too(device):
 
 
 @pytest.mark.gpu
-def test_under_capture_there_is_nothing_to_wait_for():
+def test_checked_mode_is_refused_under_capture():
     cache, slots = new_cache("cuda"), torch.tensor([1, 2], device="cuda")
     rows = torch.ones(2, 2, 64, device="cuda")
 

@@ -258,7 +258,7 @@ def test_a_gather_is_recorded_too():
 
 
 @pytest.mark.parametrize("read", [as_bytes, as_tokens])
-def test_threads_on_streams_of_their_own(read: Read):
+def test_threads_may_write_and_read_on_streams_of_their_own(read: Read):
     num_blocks, failures = 40, []
     cases = [(dtype, new_cache(dtype, 8, num_blocks), new_rows(64, 8, seed)) for seed, dtype in enumerate(DTYPES[1:])]
     slots = new_slots(64, num_blocks)
@@ -348,7 +348,7 @@ def test_keys_and_pages_may_come_from_another_stream(written_on: str):
     assert_all_same(read, as_tokens(expected, "nvfp4"))
 
 
-def test_a_thread_that_has_done_nothing_on_the_gpu_before():
+def test_a_thread_may_write_as_its_first_work_on_the_gpu():
     cache, rows, slots = new_cache("nvfp4", 8, 4), new_rows(3, 8), new_slots(3, 4)
     expected = written(rows, cache, slots, "nvfp4")
     scales = [torch.tensor(scale, device="cuda") for scale in SCALES]
@@ -519,7 +519,7 @@ def late(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
     return moved.copy_(tensor), memory
 
 
-def test_slots_with_gaps_between_them():
+def test_slots_may_be_strided():
     metadata = torch.stack([new_slots(9, 4), torch.full((9,), 2, device="cuda")], dim=1)
     for num_tokens in (1, 1, 9, 3):
         cache, rows, slots = new_cache("fp8_e4m3", 8, 4), new_rows(num_tokens, 8), metadata[:num_tokens, 0]

@@ -85,14 +85,14 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch, *, multiprocessors: int =
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=lambda dtype: np.dtype(dtype).name)
-def test_it_is_attention(dtype: Any, causal: bool, device: str):
+def test_dense_attention_matches_float64(dtype: Any, causal: bool, device: str):
     for options in ({}, MLA):
         args = arrays(STEP, dtype, **options)
         check(args, run(args, device, causal=causal), attention(args, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-def test_it_is_what_jax_computes(causal: bool):
+def test_dense_attention_matches_jax(causal: bool):
     """But for the order of sums, and in 16 bits a rounding of weights, which torch leaves out on a CPU."""
     for dtype, tolerance in ((np.float32, 1e-5), (BFLOAT16, 2e-2)):
         args = arrays(STEP, dtype, **MLA)
@@ -134,7 +134,7 @@ def test_nothing_to_attend_to_is_no_error(lengths: Lengths, padding: tuple[int, 
     ],
     ids=str,
 )
-def test_interpreted_kernels_are_attention(
+def test_interpreted_kernels_match_float64(
     lengths: Lengths, causal: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     ran = interpret_kernels(monkeypatch)
@@ -463,7 +463,9 @@ def needs_the_kernel() -> None:
 
 @pytest.mark.gpu
 @matrix(ON_A_GPU, pairs=True)
-def test_on_a_gpu_it_is_attention(heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool):
+def test_on_a_gpu_dense_attention_matches_float64(
+    heads: tuple[int, int], sizes: tuple[int, int], input_dtype: str, causal: bool
+):
     """Also of few rows over many tokens, which are divided into splits."""
     for lengths in (STEP, Lengths((700, 1, 300), (1500, 77, 300)), Lengths((9,), (4000,)), Lengths((70,), (4000,))):
         args = arrays(lengths, INPUT_DTYPES[input_dtype], heads=heads, sizes=sizes, before=BEFORE)

@@ -366,7 +366,9 @@ def small_call(**changes: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_bad_input_is_named_and_writes_nothing(changes: Any, error: type[Exception], message: str):
+def test_invalid_arguments_are_refused_by_name_and_nothing_is_written(
+    changes: Any, error: type[Exception], message: str
+):
     call = small_call(**changes)
     with pytest.raises(error, match=message):
         kvjax_torch.exact_window_attention(**call)

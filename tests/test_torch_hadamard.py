@@ -69,6 +69,6 @@ def test_it_overflows_only_where_its_results_do(device: str):
         (np.ones((2, 4)), KVCacheTypeError, "x: got a numpy array, expected a torch.Tensor|x: got .*ndarray"),
     ],
 )
-def test_what_it_cannot_rotate(x: Any, error: type, message: str):
+def test_invalid_arguments_are_refused(x: Any, error: type, message: str):
     with pytest.raises(error, match=message):
         kvjax_torch.hadamard_transform(x)

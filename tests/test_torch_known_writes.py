@@ -153,7 +153,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
+def test_a_change_that_a_kernel_depends_on_is_planned_anew(name: str, recorder: Recorder):
     one, other = (arguments(**changes) for changes in OTHERS[name])
     for call, planned_before in ((one, 0), (one, 1), (other, 1), (other, 2), (one, 2)):
         assert recorder.planned == planned_before
@@ -161,7 +161,7 @@ def test_what_a_kernel_depends_on_is_planned_for(name: str, recorder: Recorder):
         assert recorder.launches[-1][0][1:6] == entries(call)[1:6]
 
 
-def test_in_checked_mode_every_write_is_looked_at(recorder: Recorder):
+def test_checked_mode_plans_every_write(recorder: Recorder):
     call = arguments()
     write(**call)
     with kvjax.checked():
@@ -189,7 +189,7 @@ def test_threads_that_make_the_first_call_of_a_kind_make_one_kernel(monkeypatch:
     assert is_held == [True, True]
 
 
-def test_no_slots_are_no_launch(recorder: Recorder):
+def test_a_write_of_no_slots_launches_nothing(recorder: Recorder):
     write(**arguments())
     write(**arguments(slot_mapping=torch.arange(0)))
     assert len(recorder.launches) == 1
@@ -223,7 +223,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_though_its_like_is_known(name: str, recorder: Recorder):
+def test_invalid_calls_of_a_known_kind_are_refused(name: str, recorder: Recorder):
     aligned = halves_of(*PAGES, ROW) | {"key": rows(*QKV)[:, 1], "value": rows(*QKV)[:, 1]}  # as what is wrong
     write(**arguments(**aligned))
     with pytest.raises(KVCacheError):
@@ -239,7 +239,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_what_is_copied_is_planned_for_each_time(name: str, recorder: Recorder):
+def test_calls_with_arguments_to_copy_are_planned_each_time(name: str, recorder: Recorder):
     call = arguments()
     write(**call)
     call[name] = COPIED[name]
@@ -258,7 +258,7 @@ def test_scales_of_heads_are_never_taken_for_one(recorder: Recorder):
     assert len(recorder.launches) == 4
 
 
-def test_from_so_many_tokens_on_the_last_of_each_slot_is_found_before(
+def test_large_writes_find_the_last_token_of_each_slot_before_the_launch(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ):
     found = []

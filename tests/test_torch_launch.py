@@ -105,7 +105,7 @@ def new_kernels(count: int) -> list[AnyCount]:
     return [gather_kernel(simple_spec(KVCacheDType.NVFP4)) for _ in range(count)]
 
 
-def test_what_a_launch_gives_to_the_driver(fake_driver: Driver, compiled: list[list[AnyCount]]):
+def test_a_launch_passes_sizes_stream_and_arguments_to_the_driver(fake_driver: Driver, compiled: list[list[AnyCount]]):
     [gather] = new_kernels(1)
     kernel = loading.compile_kernel(gather, CUDA3)
     steps = ("load", CODE), ("function", 0x10, b"gather_kv_kernel"), ("attribute", 0x20, 8, 168960)

@@ -162,7 +162,7 @@ def test_a_gradient_is_refused_when_traced(device: str):
         compiled(hidden.requires_grad_(), *rest)
 
 
-def test_shapes_on_the_meta_device():
+def test_meta_tensors_give_the_shapes_of_results():
     on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in read_arguments("nvfp4", "cpu")]
     keys, values = torch.ops.kvjax.gather_kv(*on_meta)
     assert (keys.shape, keys.dtype, keys.device.type) == ((2, 16, 2, 64), torch.bfloat16, "meta")

@@ -91,7 +91,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_merged_is_named(case: str):
+def test_invalid_states_to_merge_are_refused(case: str):
     given, error, message = WRONG[case]
     with pytest.raises(error) as raised:
         kvjax_torch.merge_attention_states(*given)

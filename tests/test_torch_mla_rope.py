@@ -106,7 +106,9 @@ def test_the_interpreted_kernel_does_the_same(name: str, is_neox: bool, monkeypa
         ({"k_pe": torch.ones(7, 0).bfloat16()}, KVCacheValueError, "kv_cache: got shape"),
     ],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(changes: dict[str, Any], error: type[Exception], message: str):
+def test_invalid_arguments_are_refused_by_name_and_change_nothing(
+    changes: dict[str, Any], error: type[Exception], message: str
+):
     call = call_of("bfloat16", torch.bfloat16) | changes
     before = as_bytes(call["kv_cache"]), as_bytes(call["q_pe"])
     with pytest.raises(error, match=message):

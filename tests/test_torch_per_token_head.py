@@ -175,7 +175,7 @@ def test_rotated_keys_are_written_to_vllms_layouts(dtype, layout, input_dtype, i
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [dtype.value for dtype in reference.PER_TOKEN_HEAD])
-def test_attention_over_vllms_layout(dtype, device):
+def test_attention_reads_vllms_layout(dtype, device):
     spec = make_spec(dtype)
     pages = Pages(spec, "interleaved", torch.uint8, device)
     rng = np.random.default_rng(1)
@@ -362,7 +362,7 @@ def test_compiled_calls_write_scales_in_tensors_of_their_own():
         ),
     ],
 )
-def test_what_does_not_fit_is_named(change, error, message):
+def test_invalid_arguments_are_refused_by_name(change, error, message):
     pages = Pages(make_spec("fp8_per_token_head"), "interleaved", torch.uint8)
     given = {"k_scale": pages.k_scale, "v_scale": pages.v_scale, "dtype": "fp8_per_token_head"} | change
     key, value = (torch.ones(2, 3, size) for size in (64, 48))

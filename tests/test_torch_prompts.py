@@ -79,7 +79,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_serving_step_of_interpreted_kernels(case: Case, monkeypatch: pytest.MonkeyPatch):
+def test_a_serving_step_of_interpreted_kernels_matches_float64(case: Case, monkeypatch: pytest.MonkeyPatch):
     ran = interpret_kernels(monkeypatch)
     ragged_suite.check(case, attend_on("cpu", is_rounded=True))
     assert {*ran} == {"any_schedule", "any_placement", "any_gather", "any_prompts"}
@@ -254,7 +254,7 @@ def plan_of(step: RaggedStep, decode_q_len: int, window: int | None, **limits: i
         (3, None, False, torch.bfloat16, {"max_q_len": 2, "max_prompts": 0}),
     ],
 )
-def test_a_step_is_divided_as_its_model_divides_it(decode_q_len, window, sinks, dtype, limits, monkeypatch):
+def test_step_kernels_divide_a_step_as_their_model_does(decode_q_len, window, sinks, dtype, limits, monkeypatch):
     """Rows that decode are packed and placed again; rows that nothing attends with have results, and no others."""
     monkeypatch.setattr(running, "run", run_interpreted)
     made = [make_step(dtype, (2, 3, 3, 8, 10, 25, 26, 29), sinks=sinks) for _ in range(2)]
@@ -416,7 +416,7 @@ GPU_STEPS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "decode_q_len"), GPU_STEPS, ids=str)
-def test_a_serving_step_on_a_gpu(case: Case, decode_q_len: int):
+def test_a_serving_step_on_a_gpu_matches_float64(case: Case, decode_q_len: int):
     ragged_suite.check(case, attend_on("cuda", is_rounded=True, decode_q_len=decode_q_len))
 
 

@@ -66,7 +66,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in MORE_CASES)], ids=str
 )
-def test_a_serving_step_is_attended_to_right(attend, case):
+def test_attention_matches_float64_for_a_serving_step(attend, case):
     ragged_suite.check(case, attend)
 
 
@@ -84,7 +84,7 @@ TREES = {"lengths": (132, 18, 63, 17, 0, 5, 40, 9), "q_lens": (1, 5, 29, 0, 0, 4
     ],
     ids=str,
 )
-def test_trees_beside_prompts_are_attended_to_right(attend, case):
+def test_attention_matches_float64_for_trees_beside_prompts(attend, case):
     ragged_suite.check(case, attend)
 
 
@@ -260,7 +260,7 @@ BATCH = ragged((1, 3, 0, 2, 3), (300, 17, 9, 40, 129), dtype="nvfp4", sinks=True
 
 
 @pytest.mark.parametrize("seq", [0, 1, 4])
-def test_batch_invariant_a_sequence_has_the_same_bits_alone_and_among_others(attend, seq):
+def test_batch_invariant_results_have_the_same_bits_alone_and_in_a_batch(attend, seq):
     """The same bits for a sequence alone as among others."""
     problem = ragged_suite.build(BATCH)
     query, cache, table, lens = problem.args
@@ -286,7 +286,7 @@ def test_a_gpu_without_the_prompt_kernel_refuses_batch_invariant_prompts(monkeyp
 
 @pytest.mark.parametrize("window", [None, pytest.param(11, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", ["nvfp4", pytest.param("bfloat16", marks=pytest.mark.full)])
-def test_one_chunk_is_five_is_decode(attend, dtype, window):
+def test_chunks_of_any_size_match_decoding(attend, dtype, window):
     """A chunk's own keys and values are read as they were stored."""
     scales = "one" if dtype == "bfloat16" else "scalar"
     problem = ragged_suite.build(ragged((45,), (45,), dtype=dtype, scales=scales, window=window, block_size=8))
@@ -323,7 +323,7 @@ def test_rows_of_one_prefix_are_rows_of_one_sequence(attend):
 
 
 @pytest.mark.parametrize(("num_tokens", "num_seqs", "max_blocks"), [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0)])
-def test_no_rows_no_sequences_and_no_blocks(attend, num_tokens, num_seqs, max_blocks):
+def test_attention_accepts_empty_batches_and_tables(attend, num_tokens, num_seqs, max_blocks):
     cache = KVCache.allocate(Case("nvfp4").spec, 4)
     table, lens = np.zeros((num_seqs, max_blocks), np.int32), np.full(num_seqs, 5, np.int32)
     bounds = np.minimum(np.arange(num_seqs + 1, dtype=np.int32), num_tokens)
@@ -398,7 +398,7 @@ def test_compiled_code_attends_as_eager_code_does(query_dtype, device):
     assert len(graphs) == 1
 
 
-def test_shapes_on_the_meta_device():
+def test_meta_tensors_give_the_shapes_of_results():
     on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments().values()]
     out, lse = torch.ops.kvjax.ragged_paged_attention(*on_meta)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((6, 4, 64), torch.float32, (6, 4), torch.float32)
@@ -451,7 +451,7 @@ def test_shapes_on_the_meta_device():
         ({"return_lse": "no"}, KVCacheTypeError, "return_lse: got 'no' of type str, expected a bool"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_invalid_arguments_are_refused(change, error, message):
     with pytest.raises(error) as raised:
         kvjax_torch.ragged_paged_attention(**arguments() | change)
     assert str(raised.value).startswith(message)
@@ -499,14 +499,14 @@ def test_pages_may_lie_anywhere(form, layout, dtype):
 
 @pytest.mark.gpu
 @matrix({"window": [None, 200], "head_size": [64, 80, 96, 112, 128, 192, 256], "group": [1, 5, 16]})
-def test_heads_of_any_size(window, head_size, group):
+def test_attention_matches_float64_for_heads_of_any_size(window, head_size, group):
     case = dataclasses.replace(STEP, dtype="nvfp4", window=window, head_size=head_size, group=group)
     ragged_suite.check(case, attend_on("cuda", is_rounded=True))
 
 
 @pytest.mark.gpu
 @matrix({"dtype": ["bfloat16", "nvfp4"], "window": [None, 1024]})
-def test_long_chunks_are_attended_to_right(dtype, window):
+def test_attention_matches_float64_for_long_chunks(dtype, window):
     problem = ragged_suite.build(ragged((2048, 1, 9), (8192, 300, 9), dtype=dtype, num_kv_heads=1, window=window))
     attend = attend_on("cuda", is_rounded=True)
     suite.assert_right(problem, *ragged_suite.run(problem, attend), **ragged_suite.slack(problem.case, attend))

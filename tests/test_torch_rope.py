@@ -222,7 +222,7 @@ def call_rope(case: dict[str, Any], *arrays: jax.Array) -> list[jax.Array]:
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.full
 @each_case(COMPILED)
-def test_it_is_one_kernel_that_is_given_integers_and_spills_nothing(case: dict[str, Any]):
+def test_one_kernel_takes_counts_as_integers_and_spills_nothing(case: dict[str, Any]):
     args = rope_kernel(case).args
     given_integers = functools.partial(binaries.given_integers, num_args=len(args))
     function = functools.partial(call_rope, case)
@@ -290,7 +290,7 @@ GOOD: dict[str, Any] = {
         ({"k_scale": 0.0}, KVCacheValueError, "k_scale: got 0"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_written(wrong, error, message):
+def test_invalid_arguments_are_refused_by_name_and_nothing_is_written(wrong, error, message):
     caches = {name: torch.full((2, 8, 2, 64), 7.0) for name in ("key_cache", "value_cache")}
     with pytest.raises(error) as raised:
         kvjax_torch.rope_and_cache(**GOOD | caches | wrong)

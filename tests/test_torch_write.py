@@ -300,7 +300,7 @@ def test_tokens_of_a_cache_can_be_written_to_other_slots_of_it():
         assert_same([kv_cache[:, half].flatten(0, 1)], [torch.cat([tokens[:1], tokens[:8], tokens[9:]])])
 
 
-def test_int32_slots_of_a_cache_with_more_slots_than_int32_counts():
+def test_int32_slots_may_address_a_cache_of_2_31_slots():
     """Of which the untouched ones take no memory."""
     size, flags = 2**31, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     key_cache, value_cache = (
@@ -343,7 +343,7 @@ def test_a_dtype_may_be_the_enums_member(dtype: KVCacheDType):
     assert_same(*results)
 
 
-def test_no_tokens_from_numpy():
+def test_a_write_of_no_tokens_from_numpy_changes_nothing():
     _, pages, cache = simple_cache()
     nothing = torch.from_numpy(np.zeros((0, 2, 64), np.float32))
     write((nothing, nothing), cache, torch.from_numpy(np.zeros(0, np.int64)), "bfloat16")
@@ -605,7 +605,7 @@ def test_moving_a_tensor_to_another_device_keeps_what_is_wrong_with_it():
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_named_and_nothing_is_written(case: str, device: str):
+def test_invalid_arguments_are_refused_by_name_and_nothing_is_written(case: str, device: str):
     changes, message = WRONG[case]
     memories: dict[int, torch.Tensor] = {}
     arguments = {name: on(device, argument, memories) for name, argument in (valid_write() | changes).items()}
@@ -627,7 +627,7 @@ def test_the_arguments_that_the_wrong_ones_are_made_from_are_right(device: str):
         assert (arguments["key_cache"][0, 0] != 0xAB).any()
 
 
-def test_what_is_no_cache_is_named():
+def test_arguments_that_are_no_tensors_are_refused_by_name():
     with pytest.raises(KVCacheTypeError, match=r"key_cache: got a ndarray, expected a torch\.Tensor"):
         kvjax_torch.reshape_and_cache_flash(**valid_write() | {"key_cache": BYTES.numpy()})
     with pytest.raises(KVCacheTypeError, match=r"key: got a ndarray, expected a torch\.Tensor"):
@@ -693,7 +693,7 @@ WRONG_READS = {
 
 
 @pytest.mark.parametrize("case", WRONG_READS)
-def test_what_cannot_be_read_is_named(case: str, device: str):
+def test_invalid_reads_are_refused_by_name(case: str, device: str):
     changes, message = WRONG_READS[case]
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     caches = {

@@ -279,7 +279,7 @@ def test_other_attention_is_refused(device: str, attention: str):
         model(text_of(device), **taking(cache))
 
 
-def test_states_in_pages_say_what_reads_them():
+def test_operations_on_states_in_pages_are_refused():
     cache = make_cache(over_pages(model_of("llama", "cpu")))
     states = torch.zeros(1, 2, 3, 32)
     keys, _ = cache.update(states, states, 0)
@@ -352,7 +352,7 @@ def test_attention_in_chunks_is_refused_past_the_first():
     ],
     ids=str,
 )
-def test_what_attention_over_pages_does_not_do(arguments: dict[str, Any], message: str):
+def test_unsupported_arguments_of_attention_are_refused(arguments: dict[str, Any], message: str):
     model = over_pages(model_of("mistral", "cpu"))
     states = torch.zeros(1, 2, 3, 32)
     keys, values = make_cache(model).update(states, states, 0)

@@ -281,7 +281,7 @@ def test_drafts_are_taken_back(device: str):
     assert min(cropped) < 0
 
 
-def test_a_prompt_in_chunks_and_a_second_turn(device: str):
+def test_a_prompt_in_chunks_and_a_second_turn_have_the_tokens_of_dynamic_cache(device: str):
     model = make_model(device)
     caches = make_cache(model, num_blocks=64), DynamicCache()
     for turn in range(2):
@@ -380,7 +380,7 @@ LLAMA = LlamaConfig(num_hidden_layers=2, dtype="bfloat16")
         ({"model_dtype": torch.float64}, KVCacheValueError, "model dtype: got torch.float64, expected one of float32"),
     ],
 )
-def test_options_that_no_cache_can_have(options: dict[str, Any], error: type, message: str):
+def test_invalid_options_are_refused(options: dict[str, Any], error: type, message: str):
     with pytest.raises(error, match=message):
         KvjaxCache(LLAMA, **{"num_blocks": 4, **options})
 

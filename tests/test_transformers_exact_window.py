@@ -278,6 +278,6 @@ def test_quantized_layers_alone_have_windows():
         ({"max_q_len": 3}, KVCacheValueError, "max_q_len: got 3 without an exact_window"),
     ],
 )
-def test_sizes_that_no_window_can_have(options: dict[str, Any], error: type, message: str):
+def test_invalid_sizes_of_a_window_are_refused(options: dict[str, Any], error: type, message: str):
     with pytest.raises(error, match=message):
         make_cache(model_of("llama", "cpu"), "nvfp4", **options)

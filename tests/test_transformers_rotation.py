@@ -81,6 +81,6 @@ def test_exact_tokens_stay_exact(device: str, attention: str):
         (True, KVCacheTypeError, "key_rotation: got "),
     ],
 )
-def test_layers_that_there_are_not(layers: Any, error: type, message: str):
+def test_invalid_layers_to_rotate_are_refused(layers: Any, error: type, message: str):
     with pytest.raises(error, match=message):
         make_cache(model_of("llama", "cpu"), "nvfp4", key_rotation=layers)

@@ -189,7 +189,7 @@ def test_a_step_holds_the_rows_of_its_sequences():
         ),
     ],
 )
-def test_what_cannot_be_is_named(call, error, message):
+def test_invalid_arguments_are_refused_by_name(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -112,7 +112,7 @@ def check_write(implementation, spec, num_blocks, slots, dtype=np.float32, k_sca
 
 
 @each_case(pairwise(AXES, is_valid))
-def test_bytes_of_every_kind_of_write(implementation, case):
+def test_every_kind_of_write_stores_the_bytes_of_the_reference(implementation, case):
     spec = make_spec(case)
     num_blocks = 3 if spec.block_size > 1 else 30
     slots = make_slots(case["slots"], num_blocks * spec.block_size)
@@ -121,7 +121,7 @@ def test_bytes_of_every_kind_of_write(implementation, case):
 
 
 @matrix({"num_kv_heads": range(1, 17)}, few={"num_kv_heads": [1, 6, 16]})
-def test_every_number_of_heads(implementation, num_kv_heads):
+def test_every_number_of_heads_is_written(implementation, num_kv_heads):
     spec = simple_spec(NVFP4, num_kv_heads=num_kv_heads, v_scale_layout="swizzled")
     check_write(implementation, spec, 2, np.array([9, 2, -1, 15], np.int32), ml_dtypes.bfloat16)
 

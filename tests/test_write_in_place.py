@@ -101,7 +101,7 @@ def test_few_tokens_copy_no_cache(dtype, array, num_kv_heads, num_tokens):
     assert memory.temp_size_in_bytes < 2**14 < cache.kv.size
 
 
-def test_many_caches_in_one_jit(implementation):
+def test_many_caches_are_written_in_place_in_one_jit(implementation):
     caches = {dtype.value: KVCache.allocate(simple_spec(dtype), NUM_BLOCKS) for dtype in STORED_KV_CACHE_DTYPES}
     key, value = kv_tokens(simple_spec(), len(SLOTS))
 
@@ -133,7 +133,7 @@ def check_stacked(written: KVCache, expected: list[np.ndarray]) -> None:
 
 
 @EACH_DTYPE
-def test_scan_over_stacked_layers(implementation, dtype):
+def test_a_scan_writes_each_of_stacked_layers(implementation, dtype):
     stacked, tokens, expected = stacked_layers(dtype, 3)
 
     @jax.jit
@@ -149,7 +149,7 @@ def test_scan_over_stacked_layers(implementation, dtype):
 
 
 @EACH_DTYPE
-def test_vmap_over_a_batch_of_caches(implementation, dtype):
+def test_vmap_writes_each_cache_of_a_batch(implementation, dtype):
     stacked, (keys, values, slots), expected = stacked_layers(dtype, 3)
     write = functools.partial(reshape_and_cache_flash, implementation=implementation)
     write = jax.jit(jax.vmap(write), donate_argnums=2)

@@ -2,7 +2,7 @@
 
 Ranges of sequences are such tokens: those of latents (MLA) that a prompt in chunks attends to. A program takes `ROWS`
 neighbouring rows. It issues all loads of their tokens before it uses any, decodes in registers, and stores the rows.
-Tokens that are neighbours in a page, as most are, are loaded together, by wider accesses; others one by one.
+Most tokens are neighbours in a page and are loaded together, by wider accesses; the others are loaded one by one.
 """
 
 from __future__ import annotations

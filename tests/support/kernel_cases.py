@@ -1,4 +1,4 @@
-"""What the kernels are held to wherever they run: cases to choose from, and checks that compare a case with XLA.
+"""Tests of the kernels wherever they run: cases to choose from, and checks that compare a case with XLA.
 
 A check runs the kernel where jax runs by default, so that one in interpret mode and one on a GPU are the same.
 """

@@ -140,7 +140,7 @@ def test_kernels_attend():
     comparing.check_kernels(run, state, tokens, tokens + CHUNK, mask, cache.pad_to_length(MAX_LENGTH))
 
 
-def test_training_attends_as_before():
+def test_training_gradients_do_not_change():
     model = language_model("float32")
     graph, state = nnx.split(model)
 

@@ -251,7 +251,7 @@ def test_every_kind_of_step_attends_to_what_was_written(dtype: str, layout: KVCa
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4", "int8_k_nvfp4_v"])
 @pytest.mark.parametrize("step", STEPS)
-def test_windows_soft_caps_and_sinks(dtype: str, step: str):
+def test_attention_applies_windows_soft_caps_and_sinks(dtype: str, step: str):
     run(dtype, LAYOUTS[0], STEPS[step], window=7, cap=20.0, sinks=torch.linspace(-1, 1, HEADS))
 
 
@@ -278,7 +278,7 @@ def test_layers_of_rotated_keys_rotate_queries(dtype: str):
     run(dtype, LAYOUTS[0], STEPS["decodes and prompts"], rotates_keys=True)
 
 
-def test_a_float16_model():
+def test_a_float16_model_attends_to_what_was_written():
     for dtype in ("nvfp4", *kvjax_vllm.MIXED_DTYPES):
         run(dtype, LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)
     run("auto", LAYOUTS[0], STEPS["decodes and prompts"], model_dtype=torch.float16)

@@ -287,7 +287,7 @@ def fp8_latents(model: transformers.PreTrainedModel, scales: list[float]) -> Ite
             hook.remove()
 
 
-def test_latents_in_fp8_with_scales_of_a_file(saved: Any, tmp_path: pathlib.Path):
+def test_fp8_latents_take_their_scales_from_a_file(saved: Any, tmp_path: pathlib.Path):
     """vLLM's gather on a CPU reads no fp8, so that prompts come whole."""
     model, folder = saved("deepseek")
     scales = [0.01, 0.03]
@@ -311,7 +311,7 @@ def write_scales(tmp_path: pathlib.Path, scales: dict[str, list[Any]]) -> dict[s
 
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8_k_nvfp4_v", "int8_k_nvfp4_v"])
-def test_skipped_layers_and_scales_of_a_file(saved: Any, tmp_path: pathlib.Path, dtype: str):
+def test_a_file_gives_scales_to_the_layers_that_are_not_skipped(saved: Any, tmp_path: pathlib.Path, dtype: str):
     model, folder = saved("llama")
     scales = {"k_scale": [0.01, 0.02], "v_scale": [0.01, 0.005]}
     options = {"kv_cache_dtype": dtype, "kv_cache_dtype_skip_layers": ["0"]}

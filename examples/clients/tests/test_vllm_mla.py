@@ -250,14 +250,14 @@ def test_every_kind_of_step_attends_to_what_was_written(config_of: Any, step: st
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_models_of_16_bits(config_of: Any, dtype: str):
+def test_models_of_16_bits_attend_to_what_was_written(config_of: Any, dtype: str):
     for kv_cache_dtype in ("auto", dtype):
         run(config_of(dtype, kv_cache_dtype=kv_cache_dtype), STEPS["decodes and prompts"], atol=0.03)
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_fp8_in_every_layout(config_of: Any, dtype: str, layout: KVCacheLayout):
+def test_fp8_latents_are_attended_to_in_every_layout(config_of: Any, dtype: str, layout: KVCacheLayout):
     config = config_of(kv_cache_dtype=dtype)
     for step in (*(STEPS[name] for name in STEPS if "prompts" not in name), Step((1, 9, 33), (20, 0, 0))):
         run(config, step, layout, scale=0.03)
