@@ -1,11 +1,11 @@
-"""The benchmarks of the fallback and of `generate` run, and the first times what gives the kernels' results."""
+"""The benchmark of the fallback runs, and times what gives the kernels' results."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from absl import flags
-from support.benchmark_checks import assert_measures, run_and_read
+from support.benchmark_checks import assert_measures
 
 from benchmarks.peers import attends_fallback
 from benchmarks.peers.attention_inputs import AttentionInputs, AttentionJob
@@ -22,17 +22,6 @@ def test_the_program_of_the_fallback_runs(tmp_path):
     pytest.importorskip("torch")
     peers = ["kvjax", "kvjax, fallback", "kvjax_torch", "kvjax_torch, fallback"]
     assert_measures(tmp_path, "fallback", [("attention to prompts", peers, ["bfloat16"])])
-
-
-@pytest.mark.full
-def test_the_program_of_generate_times_prompts_and_tokens_over_each_cache(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("torch")
-    measured = run_and_read(tmp_path, "generate", "--smoke")["measurements"]
-    names = ["DynamicCache, sdpa", "KvjaxCache, auto", "KvjaxCache, fp8", "KvjaxCache, nvfp4"]
-    parts = ["prompt and 2 tokens", "a further token"]
-    assert [(each["peer"], each["part"]) for each in measured] == [(name, part) for name in names for part in parts]
-    assert [each["same_tokens"] for each in measured[:4]] == [1] * 4  # bfloat16 rounds the same in both caches
 
 
 def test_a_negated_query_and_scale_take_the_fallback_with_the_kernels_results(monkeypatch):
