@@ -55,7 +55,7 @@ def cache() -> KVCache:
     return KVCache.allocate(simple_spec(), 4)
 
 
-X = jnp.linspace(0.0, 1.0, 6).reshape(3, 2)
+X = np.linspace(0.0, 1.0, 6, dtype=np.float32).reshape(3, 2)
 
 
 @pytest.mark.parametrize("platforms", [("cpu",), ("cuda",), ("cpu", "cuda"), ("tpu", "cpu")], ids="-".join)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,15 +14,19 @@ from kvjax import BlockPool, ExactWindow, KVCacheTypeError, KVCacheValueError, S
 
 SPEC = kvjax.FullAttentionSpec(4, 1, 16, dtype="nvfp4")
 SIZE, MAX_Q_LEN = 14, 4
-WINDOWS = {num_rows: ExactWindow.allocate(SPEC, num_rows, SIZE, max_q_len=MAX_Q_LEN) for num_rows in (1, 2, 3)}
+
+
+@functools.cache
+def window_of(num_rows: int) -> ExactWindow:
+    return ExactWindow.allocate(SPEC, num_rows, SIZE, max_q_len=MAX_Q_LEN)
 
 
 class Model:
     """Rows as dictionaries from slots to tokens: what a step and a fill write, and what a step then reads."""
 
     def __init__(self, num_rows: int) -> None:
-        self.rows = WindowRows(WINDOWS[num_rows])
-        self.tokens_per_row = WINDOWS[num_rows].tokens_per_row
+        self.rows = WindowRows(window_of(num_rows))
+        self.tokens_per_row = window_of(num_rows).tokens_per_row
         self.slots: list[dict[int, object]] = [{} for _ in range(num_rows)]
         self.filled = 0
 
@@ -102,7 +108,7 @@ def test_rows_are_filled_only_where_they_have_to_be():
 
 
 def test_a_fork_without_a_row_to_copy_copies_none():
-    pool, rows = BlockPool(40, SPEC.block_size), WindowRows(WINDOWS[1])
+    pool, rows = BlockPool(40, SPEC.block_size), WindowRows(window_of(1))
     one = pool.sequence()
     pool.append([one], [6])
     child = one.fork()
@@ -121,7 +127,7 @@ def sequences(*lengths: int) -> list[kvjax.PagedSequence]:
 
 
 def assigned(given: object, q_lens: object) -> tuple[np.ndarray, np.ndarray]:
-    return WindowRows(WINDOWS[2]).assign(given, q_lens)
+    return WindowRows(window_of(2)).assign(given, q_lens)
 
 
 def step_of(rows: object, *q_lens: int) -> StepMetadata:
@@ -144,22 +150,22 @@ def test_a_step_holds_the_rows_of_its_sequences():
         (lambda: step_of([1, -1], 5, 1), KVCacheValueError, r"window_rows\[1\]: got -1, expected an int of at least 0"),
         (lambda: step_of([1, 0.5], 5, 1), KVCacheTypeError, r"window_rows\[1\]: got 0.5 of type float, expected an i"),
         (
-            lambda: WindowRows(WINDOWS[1]).assign(sequences(5, 3), [1, 1]),
+            lambda: WindowRows(window_of(1)).assign(sequences(5, 3), [1, 1]),
             KVCacheValueError,
             "sequences: got 2 with new tokens, expected at most 1, the rows of the window",
         ),
         (
-            lambda: WindowRows(WINDOWS[2]).assign(sequences(5, 3), [1]),
+            lambda: WindowRows(window_of(2)).assign(sequences(5, 3), [1]),
             KVCacheValueError,
             "q_lens: got 1 numbers, expected one for each of 2 sequences",
         ),
         (
-            lambda: WindowRows(WINDOWS[2]).assign(sequences(5, 3), [1, 4]),
+            lambda: WindowRows(window_of(2)).assign(sequences(5, 3), [1, 4]),
             KVCacheValueError,
             r"q_lens\[1\]: got 4, expected an int of at most 3",
         ),
         (
-            lambda: WindowRows(WINDOWS[2]).assign(sequences(5) * 2, [1, 1]),
+            lambda: WindowRows(window_of(2)).assign(sequences(5) * 2, [1, 1]),
             KVCacheValueError,
             "sequences: got a duplicate, expected each once",
         ),
@@ -178,12 +184,12 @@ def test_a_step_holds_the_rows_of_its_sequences():
             r"^q_lens\[0\]: got '1' of type str, expected an int",
         ),
         (
-            lambda: WindowRows(WINDOWS[2]).fork(3, sequences(5)[0]),
+            lambda: WindowRows(window_of(2)).fork(3, sequences(5)[0]),
             KVCacheTypeError,
             "^sequence: got an int, expected a PagedSequence: BlockPool.sequence",
         ),
         (
-            lambda: WindowRows(WINDOWS[2]).fork(sequences(5)[0], None),
+            lambda: WindowRows(window_of(2)).fork(sequences(5)[0], None),
             KVCacheTypeError,
             "^other: got None, expected a PagedSequence: BlockPool.sequence",
         ),
@@ -197,7 +203,7 @@ def test_invalid_arguments_are_refused_by_name(call, error, message):
 @pytest.mark.parametrize("left", [0, 4])
 def test_a_row_is_filled_for_tokens_that_came_without_a_step(left: int):
     """After tokens were taken away and others imported into their blocks, whatever their number."""
-    pool, rows = BlockPool(8, 4), WindowRows(WINDOWS[2])
+    pool, rows = BlockPool(8, 4), WindowRows(window_of(2))
     sequence = pool.sequence()
     pool.append([sequence], [10])
     rows.assign([sequence], [10])
