@@ -287,15 +287,27 @@ def test_the_offset_of_each_argument_from_the_keys_is_part_of_the_kind(recorder:
         assert not recorder.is_known(*decode("int8_per_token_head", **call))
 
 
-def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(recorder: Recorder):
+@pytest.mark.parametrize(
+    ("query_at", "out_at", "overlaps"), [(0, 320, True), (320, 0, True), (0, 384, False), (384, 0, False)]
+)
+def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(
+    recorder: Recorder, query_at: int, out_at: int, overlaps: bool
+):
+    """Here by a head; memory that only touches an argument's does not overlap it."""
     query = torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)
     for _ in range(2):
         recorder.call(*decode(query=query, out=torch.zeros_like(query)))
     served = recorder.served
     both = torch.zeros(2 * query.numel(), dtype=torch.bfloat16)
-    overlapping = {"query": both[: query.numel()].view_as(query), "out": both[64 : 64 + query.numel()].view_as(query)}
+    near = {
+        name: both[start : start + query.numel()].view_as(query)
+        for name, start in (("query", query_at), ("out", out_at))
+    }
+    if not overlaps:
+        assert recorder.is_known(*decode(**near))
+        return
     with pytest.raises(KVCacheError, match="out"):
-        recorder.call(*decode(**overlapping))
+        recorder.call(*decode(**near))
     assert recorder.served == served + 1
 
 
