@@ -215,7 +215,7 @@ def test_new_latents_are_not_read_as_those_of_another_dtype(monkeypatch, latents
 def test_scales_of_latents_that_the_kernel_for_few_rows_does_not_read_are_refused(monkeypatch):
     spec = latents_of(monkeypatch, KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.BFLOAT16)
     problem = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=16, max_blocks=1))
-    with pytest.raises(UnsupportedError, match="latents: got scales of 'fp8_per_token_head', expected nvfp4 or"):
+    with pytest.raises(UnsupportedError, match="latents: got scales of 'fp8_per_token_head', expected nvfp4, "):
         few_rows_stages.LatentStages.of(problem, 2, 1)
 
 

@@ -259,6 +259,33 @@ def test_a_call_for_which_torch_computes_keeps_no_memory_that_it_frees(recorder:
     assert [*tape._tapes.values()] == [None]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_call_that_reads_a_tensor_is_served_every_time(recorder: Recorder, mode: Any):
+    """In inference mode a view at a place that a tensor says is one operation, which reads the tensor on the host."""
+    start = torch.tensor(1)
+
+    def serve() -> tuple[torch.Tensor, ...]:
+        torch.narrow(torch.empty(3), 0, start, 1)
+        return (torch.empty(3),)
+
+    with mode():
+        tape.call(serve, [serve, torch.zeros(3)])
+    assert [*tape._tapes.values()] == [None]
+
+
+def test_an_operation_that_is_not_torchs_may_compute(recorder: Recorder):
+    """One that returns its argument may have written to it, whatever its schema says."""
+    with torch.library._scoped_library("kvjax_tests", "DEF") as scope:
+        scope.define("returned(Tensor x) -> Tensor")
+        scope.impl("returned", lambda x: x, "CPU")
+
+        def serve() -> tuple[torch.Tensor, ...]:
+            return (torch.ops.kvjax_tests.returned(torch.empty(3)),)
+
+        tape.call(serve, [serve, torch.zeros(3)])
+    assert [*tape._tapes.values()] == [None]
+
+
 def test_a_call_whose_result_is_empty_is_served_every_time(recorder: Recorder):
     """Empty results and empty arguments both have address 0, so a recording could confuse them."""
     given = torch.zeros(0, 4), torch.zeros(3)

@@ -83,6 +83,13 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
+def positive(text: str) -> int:
+    """Returns a number of at least 1, for `argparse`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 1")
+    return int(text)
+
+
 def shown(milliseconds: Sequence[float]) -> str:
     """Returns the median and the least."""
     return f"{statistics.median(milliseconds):.1f} ({min(milliseconds):.1f})"
@@ -91,10 +98,10 @@ def shown(milliseconds: Sequence[float]) -> str:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=2_048, help="of each prompt")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--sequences", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=2_048, help="of each prompt")
+    parser.add_argument("--layers", type=positive, default=16)
+    parser.add_argument("--repeats", type=positive, default=8)
     given = parser.parse_args()
     prompts = Prompts.of(given.sequences, given.tokens, given.layers)
     tokens = {name: prompts.generate(name, MANY)[1] for name in CACHES}  # compiles

@@ -243,6 +243,9 @@ class AnyCount:
         Returns:
           The written arrays in the order of `writes`, each in the shape and dtype in which it was given; in place where
           it is donated.
+
+        Raises:
+          TypeError: an array of a 64-bit dtype.
         """
         types = [((-1, *argument.array.shape[1:]), argument.array.dtype) for argument in self.arguments]
         first: dict[tuple[int, tuple[int, ...], DType], int] = {}
@@ -250,6 +253,8 @@ class AnyCount:
         given: dict[int, jax.Array] = {}
         new: dict[int, jax.ShapeDtypeStruct] = {}
         for i, (x, (shape, dtype)) in enumerate(zip(arrays, types, strict=True)):
+            if x.dtype.itemsize == 8:  # as indices are with x64; their bytes are not those of any argument
+                raise TypeError(f"{self.arguments[i].name}: got dtype {x.dtype}, expected {dtype}")
             if isinstance(x, jax.ShapeDtypeStruct):
                 memory.append(i)
                 new[i] = jax.eval_shape(functools.partial(_bytes_as, shape=shape, dtype=dtype), x)

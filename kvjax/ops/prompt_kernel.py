@@ -126,7 +126,7 @@ def _pages(prompts: Prompts, sequences: LayerSequences, window: int | None) -> k
     """
     cache, spec, (table, lens, q_ends, q_lens) = prompts.cache, prompts.cache.spec, sequences
     size, first_row = spec.block_size, lens - q_lens
-    lens = jnp.clip(first_row + prompts.max_q_len, 0, lens)
+    lens = jnp.maximum(lens - jnp.maximum(q_lens - prompts.max_q_len, 0), 0)  # a sum of both may be 2**31
     first_seen = jnp.zeros_like(lens) if window is None else jnp.maximum(first_row - (window - 1), 0)
     first_block = first_seen // size
     skipped = first_block * size

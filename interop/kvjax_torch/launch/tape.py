@@ -105,7 +105,7 @@ class Recording(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in ALLOCATIONS:
             self.memory.append(result)
-        elif not _is_view(func, args, result):
+        elif not _is_view(func, (*args, *(kwargs or {}).values()), result):
             self.only_launches = False
         if not self.only_launches:  # release the references, so that the call can free its memory
             self.memory.clear()
@@ -118,16 +118,21 @@ class Recording(TorchDispatchMode):
             self.calls.append((call, launcher))
 
 
-def _is_view(operation: Any, args: Sequence[Any], result: Any) -> bool:
-    """Whether an operation only viewed its first argument, or returned it unchanged, and so launched no kernel.
+def _is_view(operation: Any, arguments: Sequence[Any], result: Any) -> bool:
+    """Whether one of torch's own operations only viewed its first argument, or returned it, and so launched no kernel.
 
     In inference mode that includes conversions with nothing to convert, which are not dispatched in other modes.
+    Another tensor among the arguments may decide what is viewed, so the host reads it.
     """
-    if operation._schema.is_mutable or not args or not isinstance(args[0], torch.Tensor):
+    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    if operation.namespace != "aten" or operation._schema.is_mutable:
         return False
-    start = args[0].untyped_storage().data_ptr()
+    if len(tensors) != 1 or tensors[0] is not arguments[0]:
+        return False
+    start = tensors[0].untyped_storage().data_ptr()
     views = result if isinstance(result, (list, tuple)) else (result,)
-    return all(isinstance(view, torch.Tensor) and view.untyped_storage().data_ptr() == start for view in views)
+    are_tensors = bool(views) and all(isinstance(view, torch.Tensor) for view in views)
+    return are_tensors and all(view.untyped_storage().data_ptr() == start for view in views)
 
 
 def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor: int | None = None) -> Results:

@@ -95,8 +95,9 @@ class Format:
         dtype = dtype.byte_format
         if dtype not in DECODED:
             raise UnsupportedError(f"dtype: got {dtype.value!r}, which attention does not decode")
-        exact, half = dtype.info.exact_in if dtype.is_quantized else dtype.info.storage_dtype, np.dtype(np.float16)
-        operand = half if exact == half else jnp.dtype(jnp.bfloat16)  # which has float32's range
+        exact = dtype.info.exact_in if dtype.is_quantized else dtype.info.storage_dtype
+        is_half = exact == np.dtype(np.float16)
+        operand = np.dtype(np.float16) if is_half else jnp.dtype(jnp.bfloat16)  # which has float32's range
         return cls(dtype, operand, dtype.info.bits, converts_e2m1)
 
     @property

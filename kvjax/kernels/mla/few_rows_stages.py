@@ -125,7 +125,9 @@ class LatentStages:
             own = max(WORD, scales // shares)
             of_runs = part(data, own, own)
         elif scales:
-            raise UnsupportedError(f"latents: got scales of {spec.parts[0].value!r}, expected nvfp4 or fp8_ds_mla")
+            raise UnsupportedError(
+                f"latents: got scales of {spec.parts[0].value!r}, expected nvfp4, nvfp4_4over6 or fp8_ds_mla"
+            )
         of_rope = []
         if rope:
             own = spec.parts[1].info.row_bytes(rope_share(spec, shares))[0]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kvjax.kernels.aliases import DType
@@ -123,7 +123,7 @@ def gather(pages: LotPages, dtype: DType) -> dict[str, jax.Array]:
     sizes = {"keys": heads * spec.head_size, "values": heads * spec.head_size_v, "bias": 1}
     for argument in tile_arguments(spec, dtype):
         columns = argument.array.shape[1:]
-        shape = amount * sizes[argument.name] // int(np.prod(columns)), *columns
+        shape = amount * sizes[argument.name] // math.prod(columns), *columns
         arrays[argument.name] = jax.ShapeDtypeStruct(shape, argument.array.dtype)
     counts, units = (_FIRST, num_tokens, max_blocks, max_blocks, kv.shape[0] - 1), dict[str, jax.Array]()
     if not fp8.is_fp8(dtype):
