@@ -235,16 +235,6 @@ def with_gaps(rows: jax.Array) -> jax.Array:
     return jnp.pad(rows.reshape(rows.shape[0], -1), [(0, 0), (0, 64)], constant_values=jnp.nan)
 
 
-def test_arrays_of_64_bits_are_refused():
-    """Indices with x64: as 32-bit numbers, every second one would be the upper half of another."""
-    kernel = plain_kernel(KVCacheDType.BFLOAT16, "write", 1)
-    structs = [jax.ShapeDtypeStruct(argument.array.shape, argument.array.dtype) for argument in kernel.arguments]
-    number = next(i for i, argument in enumerate(kernel.arguments) if argument.array.dtype == np.int32)
-    structs[number] = jax.ShapeDtypeStruct(structs[number].shape, np.int64)
-    with pytest.raises(TypeError, match=f"{kernel.arguments[number].name}: got dtype int64, expected int32"):
-        kernel.with_counts([1] * len(kernel.counts), 1, *structs)
-
-
 @pytest.mark.parametrize(("programs", "least", "tokens"), [(264, 1, 1), (2, 4, 2), (2, 8, 4), (2, 16, 4), (2, 32, 4)])
 def test_a_config_is_chosen_from_its_least_number_of_tokens_on(programs, least, tokens, monkeypatch):
     monkeypatch.setattr(launch_config, "PROGRAMS", programs)

@@ -236,16 +236,13 @@ class AnyCount:
         Args:
           counts: known when the kernel is traced, so that branches on them are decided then.
           amount: that of `num_programs`.
-          arrays: one for each argument, of any shape and dtype whose bytes are the argument's in the same order. A
-            `jax.ShapeDtypeStruct` is a new array. An array that is given for several arguments of one type is one
-            memory.
+          arrays: one for each argument, of any shape and dtype whose bytes are the argument's in the same order; int64
+            slots are twice as many int32, low halves first. A `jax.ShapeDtypeStruct` is a new array. An array that is
+            given for several arguments of one type is one memory.
 
         Returns:
           The written arrays in the order of `writes`, each in the shape and dtype in which it was given; in place where
           it is donated.
-
-        Raises:
-          TypeError: an array of a 64-bit dtype.
         """
         types = [((-1, *argument.array.shape[1:]), argument.array.dtype) for argument in self.arguments]
         first: dict[tuple[int, tuple[int, ...], DType], int] = {}
@@ -253,8 +250,6 @@ class AnyCount:
         given: dict[int, jax.Array] = {}
         new: dict[int, jax.ShapeDtypeStruct] = {}
         for i, (x, (shape, dtype)) in enumerate(zip(arrays, types, strict=True)):
-            if x.dtype.itemsize == 8:  # as indices are with x64; their bytes are not those of any argument
-                raise TypeError(f"{self.arguments[i].name}: got dtype {x.dtype}, expected {dtype}")
             if isinstance(x, jax.ShapeDtypeStruct):
                 memory.append(i)
                 new[i] = jax.eval_shape(functools.partial(_bytes_as, shape=shape, dtype=dtype), x)
