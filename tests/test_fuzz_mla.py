@@ -1,7 +1,7 @@
 """Attention over latents of random formats, lengths and query rows by XLA, against float64.
 
-Every run tries the same examples, more with `--full`; `FUZZ_SECONDS=900 pytest tests/test_fuzz_mla.py` others, for that
-many seconds.
+Every run tries the same examples, more with `--nightly`; `FUZZ_SECONDS=900 pytest tests/test_fuzz_mla.py` others, for
+that many seconds.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CHECKS = {
 MOST = {"few": 8, "any": 60}
 
 
-@pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.full)])
+@pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CHECKS)
 def test_attention_is_that_of_float64(name: str, of: str):
     fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

@@ -75,7 +75,7 @@ def test_interpreted_results_are_those_of_both_caches(case: JointCase):
         suite.check(case)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_interpreted_a_sequence_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch):
     """Of parts of two stages and of more."""
     monkeypatch.setattr(choice, "MAX_TILES", 2)

@@ -88,7 +88,7 @@ def rows_of_both_kernels(dtype: str, query_dtype: Any) -> tuple[np.ndarray, np.n
     [
         ("bfloat16", jnp.bfloat16),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (("float16", jnp.float16), ("fp8_e4m3", jnp.bfloat16), ("nvfp4", jnp.bfloat16))
         ),
     ],

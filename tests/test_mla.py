@@ -447,7 +447,7 @@ def test_blocks_before_a_range_may_be_freed_in_checked_mode():
         gather_mla(cache, np.array([[-9, 1]]), np.array([0, 4]), num_tokens=4, seq_starts=np.array([8]))
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_table_of_errors_is_what_the_program_prints():
     page = (Path(__file__).parents[1] / "docs/mla.md").read_text()
     [printed] = re.findall(r"<!-- accuracy: begin -->\n((?s:.*))\n<!-- accuracy: end -->", page)

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_program_prints_times_over_each_cache_and_bfloat16_pages_give_the_tokens_of_dynamic_cache():
     command = [sys.executable, ROOT / "tools/time_generate.py", "--sequences=2", "--tokens=20", "--layers=1"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'interop'}"}

@@ -215,7 +215,7 @@ STEP = ["prompts.schedule:any_schedule", *DECODED, "prompts.transfer:any_placeme
     [
         (Case(size=6, sinks=True), 1),
         pytest.param(Case("fp8_e4m3", size=3, sliding_window=7, max_q_len=2, cap=3.0), 1, marks=pytest.mark.full),
-        pytest.param(Case(size=6, max_q_len=3, group=6, sinks=True), 2, marks=pytest.mark.full),
+        pytest.param(Case(size=6, max_q_len=3, group=6, sinks=True), 2, marks=pytest.mark.nightly),
     ],
     ids=["nvfp4", "drafts", "two passes"],
 )
