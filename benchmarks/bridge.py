@@ -123,9 +123,9 @@ def attention_calls() -> dict[str, Call]:
     lens = torch.full((DECODE_TOKENS,), 2 * shapes.BLOCK_SIZE, dtype=torch.int32, device=device())
     cu_q_lens = torch.tensor([0, *range(DECODE_TOKENS - 7, DECODE_TOKENS + 1)], dtype=torch.int32, device=device())
     stored, sizes = (EAGER_DTYPE.value, *scale_tensors()), {"max_q_len": DECODE_TOKENS, "max_prompts": 1}
-    cache, tables, out = (query, key_cache, value_cache), [table.view(n, -1) for n in (64, 8)], torch.empty_like(query)
-    decode = functools.partial(kvjax_torch.paged_attention, *cache, tables[0])
-    step = functools.partial(kvjax_torch.ragged_paged_attention, *cache, tables[1], 8 * lens[:8], **sizes)
+    cache, out = (query, key_cache, value_cache), torch.empty_like(query)
+    decode = functools.partial(kvjax_torch.paged_attention, *cache, table.view(DECODE_TOKENS, -1))
+    step = functools.partial(kvjax_torch.ragged_paged_attention, *cache, table.view(8, -1), 8 * lens[:8], **sizes)
     calls = {"paged_attention": (decode, lens), "ragged_paged_attention": (step, cu_q_lens)}
     found: dict[str, Call] = {}
     for name, (call, last) in calls.items():

@@ -201,10 +201,8 @@ def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = 
     `num_tokens` of near tokens.
     """
     spec, dtype = kind.spec, kind.dtype
-    if config is None:
-        with tracing_for(target):
-            config = choose(spec, 1, 1, kind.num_heads, 0, 1)
-    launched = config
+    with tracing_for(target):
+        launched = config or choose(spec, 1, 1, kind.num_heads, 0, 1)
     scales = {
         name: scale_argument(name, size)
         for name, size, part in zip(SCALES, kind.scale_sizes, spec.dtype.parts, strict=True)
@@ -262,7 +260,7 @@ def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = 
     counts = "num_rows", "num_tokens", "first_prompt", "prompts_at_once", "lot", "splits", *near_counts
     return AnyCount(
         body,
-        functools.partial(kernel_of_tiles, problem, config, (spec.head_size, spec.head_size_v, dtype), target),
+        functools.partial(kernel_of_tiles, problem, launched, (spec.head_size, spec.head_size_v, dtype), target),
         counts,
         arguments,
         writes=("header", *(argument.name for argument in results)),
