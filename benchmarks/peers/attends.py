@@ -114,7 +114,8 @@ def step_in_torch_run(inputs: AttentionInputs, *, most: float = OWN_ERROR, **opt
 
     stored = inputs.job.dtype.value, *workload.SCALES
     query, *numbers = [in_torch.borrow(each) for each in (inputs.query, *inputs.numbers)]
-    sets = [(query, *in_torch.borrow(cache.kv).unbind(1), *numbers, *stored) for cache in inputs.caches]
+    halves = [kvjax_torch.split_kv_cache(in_torch.borrow(cache.kv), cache.spec) for cache in inputs.caches]
+    sets = [(query, *each, *numbers, *stored) for each in halves]
     options = inputs.job.limits | inputs.job.row.options | options
     attend: Any = functools.partial(kvjax_torch.ragged_paged_attention, **options)
     return inputs.run_in_torch(by_turns(attend, sets), most=most)

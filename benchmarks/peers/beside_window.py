@@ -14,6 +14,7 @@ import numpy as np
 import kvjax
 from benchmarks import output, shapes, workload
 from benchmarks.measurement import OWN
+from benchmarks.peers import attends, in_torch
 from benchmarks.peers.attention_inputs import PEER_ERROR, AttentionInputs, AttentionJob
 from benchmarks.peers.peer import Peer, Run, by_turns
 from benchmarks.shapes import BLOCK_SIZE, Step
@@ -104,6 +105,20 @@ def window_run(inputs: WindowInputs) -> Run:
     return Run(_WindowCall(inputs), functools.partial(inputs.check, most=PEER_ERROR))
 
 
+def window_in_torch_run(inputs: WindowInputs) -> Run:
+    import kvjax_torch
+
+    query, key, value, *numbers = map(in_torch.borrow, (inputs.query, inputs.key, inputs.value, *inputs.numbers))
+    keys, values = in_torch.borrow(jnp.copy(inputs.window.ring.kv)).unbind(1)
+    window = kvjax_torch.ExactWindow(keys, values, SIZE)
+    beside = window, in_torch.borrow(inputs.metadata.window_rows), inputs.job.dtype.value, *workload.SCALES
+    halves = [kvjax_torch.split_kv_cache(in_torch.borrow(cache.kv), cache.spec) for cache in inputs.caches]
+    sets = [(query, key, value, *each, *numbers, *beside) for each in halves]
+    limits: dict[str, Any] = inputs.job.limits
+    attend: Any = functools.partial(kvjax_torch.exact_window_attention, **limits)
+    return inputs.run_in_torch(by_turns(attend, sets), most=PEER_ERROR)
+
+
 class _Writes(NamedTuple):
     """What a call returns.
 
@@ -181,10 +196,16 @@ def write_run(inputs: WindowInputs, *, with_ring: bool = False, with_room: bool 
     return Run(call, call.check)
 
 
+_IN_TORCH = attends.IN_TORCH.name
 WITH_WINDOW = f"{OWN}, {SIZE} exact"
 WITH_ROOM = f"{WITH_WINDOW}, with room"
 type WindowPeer = Peer[AttentionJob, WindowInputs]
-ATTENTION_PEERS: tuple[WindowPeer, ...] = (Peer(OWN, pages_run, own=True), Peer(WITH_WINDOW, window_run, own=True))
+ATTENTION_PEERS: tuple[WindowPeer, ...] = (
+    Peer(OWN, pages_run, own=True),
+    Peer(WITH_WINDOW, window_run, own=True),
+    in_torch.torch_peer(_IN_TORCH, functools.partial(attends.step_in_torch_run, most=PEER_ERROR), own=True),
+    in_torch.torch_peer(f"{_IN_TORCH}, {SIZE} exact", window_in_torch_run, own=True),
+)
 WRITE_PEERS: tuple[WindowPeer, ...] = (
     Peer(OWN, write_run, own=True),
     Peer(WITH_WINDOW, functools.partial(write_run, with_ring=True), own=True),

@@ -15,6 +15,7 @@ from kvjax_torch.mla import mla_ragged_paged_attention as mla_ragged_paged_atten
 from kvjax_torch.ops import gather_kv as gather_kv
 from kvjax_torch.ops import reshape_and_cache_flash as reshape_and_cache_flash
 from kvjax_torch.ops import rope_and_cache as rope_and_cache
+from kvjax_torch.pages import split_kv_cache as split_kv_cache
 from kvjax_torch.sharing.borrow import to_jax as to_jax
 from kvjax_torch.sharing.borrow import to_torch as to_torch
 from kvjax_torch.start_up import warm_up as warm_up

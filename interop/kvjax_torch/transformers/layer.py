@@ -17,7 +17,6 @@ from kvjax import (
     MAX_SCALE,
     MIN_SCALE,
     AttentionSpec,
-    CacheLayout,
     KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
@@ -30,6 +29,7 @@ from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.attention import paged_attention, ragged_paged_attention
 from kvjax_torch.hadamard import hadamard_transform
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
+from kvjax_torch.pages import split_kv_cache
 from kvjax_torch.transformers.block_table import AppendStep
 from kvjax_torch.transformers.steps import Steps
 from kvjax_torch.window_attention import exact_window_attention, write_exact_window
@@ -304,16 +304,7 @@ class KvjaxLayer(CacheLayerMixin):
     @functools.cached_property
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`key_cache` and `value_cache`, as kvjax_torch's operations take them."""
-        spec, pages, itemsize = self.spec, self.kv.flatten(1), self.kv.element_size()
-        is_hnd = spec.layout is CacheLayout.HND
-        inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
-        halves = []
-        for regions, row_bytes in zip(spec.regions, spec.row_bytes, strict=True):
-            row = sum(row_bytes) // itemsize
-            half = pages.narrow(1, regions[0].base // itemsize, spec.block_size * spec.num_kv_heads * row)
-            halves.append(half.unflatten(1, (*inner, row)))
-        key_cache, value_cache = (half.transpose(1, 2) if is_hnd else half for half in halves)
-        return key_cache, value_cache
+        return split_kv_cache(self.kv, self.spec)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that the next `query_length` queries see, and the position of the first."""
