@@ -51,6 +51,7 @@ from kvjax.kernels.prompts.transfer import any_placement as placement_kernel
 from kvjax.kernels.registers import MAX_VECTOR_BYTES as MAX_VECTOR_BYTES
 from kvjax.kernels.row_places import any_places as row_places_kernel
 from kvjax.kernels.target import Target as Target
+from kvjax.kernels.window_places import any_window_places as window_places_kernel
 from kvjax.kernels.write import SEARCHED as SEARCHED
 from kvjax.kernels.write import RingKind as RingKind
 from kvjax.kernels.write import RotatedMemory as RotatedMemory
@@ -111,5 +112,6 @@ __all__ = [
     "step_schedule_programs",
     "tiles_kernel",
     "why_not_elements",
+    "window_places_kernel",
     "write_kernel",
 ]

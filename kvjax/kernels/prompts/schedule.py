@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from kvjax.kernels.aliases import Ref
 from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
 from kvjax.kernels.prompts.tiled import FIELDS
 from kvjax.kernels.prompts.transfer import Units, copy_units, fill_units
-from kvjax.kernels.registers import LANES, THREADS, WARPS
+from kvjax.kernels.registers import THREADS, WARPS
 
 COUNTS = (
     "num_seqs", "num_rows", "max_blocks", "table_stride", "num_blocks", "max_q_len", "max_prompts", "num_zeros",
@@ -191,7 +191,7 @@ class _Schedule:
 
         zero = lanes.splat(0, jnp.int32)
         sums = lax.fori_loop(0, _divided_up(num_seqs, THREADS), add, (zero, zero))
-        number, total = (_over_block(self.shared, lanes.sum_over_warp(x), jnp.add) for x in sums)
+        number, total = (lanes.over_block(self.shared, lanes.sum_over_warp(x), jnp.add) for x in sums)
         return number, total
 
     def begin(self, total: jax.Array) -> None:
@@ -259,7 +259,7 @@ class _Schedule:
         chunks = _divided_up(blocks, THREADS * _AT_ONCE)
         found = lax.fori_loop(0, chunks, look, (lanes.splat(blocks, jnp.int32), zero))
         # The least is the greatest of the negative numbers.
-        found = [_over_block(self.shared, lanes.max_over_warp(x), jnp.maximum) for x in (-found[0], found[1])]
+        found = [lanes.over_block(self.shared, lanes.max_over_warp(x), jnp.maximum) for x in (-found[0], found[1])]
         blocks_until = jnp.minimum(-found[0], blocks), found[1]
         first_absent, end = (jnp.minimum(x * block_size, length - skipped) for x in blocks_until)
         fields = own, q_start, q_len, first_row - skipped, first_absent, end, first_block, first_seen - skipped
@@ -275,14 +275,3 @@ def _schedule(kind: StepKind, counts: Mapping[str, Number], arrays: Mapping[str,
 def _divided_up(x: jax.Array, divisor: int) -> jax.Array:
     """The quotient, rounded up, of a number that is not negative."""
     return lax.div(x, jnp.int32(divisor)) + (lax.rem(x, jnp.int32(divisor)) > 0).astype(jnp.int32)
-
-
-def _over_block(shared: Ref, of_warp: jax.Array, operation: Callable[..., jax.Array]) -> jax.Array:
-    """A scalar of the four numbers that the warps of a block hold."""
-    thread = lanes.thread_index()
-    warp = thread >> LANES.bit_length() - 1
-    lanes.wait_for_block()  # until earlier numbers have been loaded
-    lanes.store_shared(shared, warp * 4, [of_warp], 4, (thread & (LANES - 1)) == 0)
-    lanes.wait_for_block()
-    loaded = [lanes.load_shared(shared, thread * 0, 4, 4 * i)[0] for i in range(WARPS)]
-    return lanes.of_first_thread(functools.reduce(operation, (lanes.bits(x, jnp.int32) for x in loaded)))
