@@ -40,7 +40,7 @@ def expected(step: list[tuple[int, int, int]], counts: dict[str, int], with_room
         far, has_row = max(length - size, 0), 0 <= row < counts["num_rows"]
         results["near_lens"].append(length - first_block * BLOCK_SIZE)
         results["far_lens"].append(far)
-        results["decoding_lens"].append(far if 0 < q_len <= counts["decode_q_len"] else 0)
+        results["decoding_lens"].append(far if q_len > 0 and new <= counts["decode_q_len"] else 0)
         results["q_lens"].append(q_len)
         per_row = counts["blocks_per_row"]
 

@@ -21,9 +21,9 @@ from kvjax_torch.arguments.dtypes import INPUT_DTYPES, dtype_name
 from kvjax_torch.arguments.plan import Encoding, ReadTensors
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.scales import Scale, as_tensors
+from kvjax_torch.eager.windows import PADDING_SLOT, existing_rows, lengths
 from kvjax_torch.ops import gather_kv, reshape_and_cache_flash
 
-PADDING_SLOT = -1
 MODEL_DTYPE = ("auto", 1.0, 1.0)
 """How a ring is stored: its tensors' dtype, without scales."""
 
@@ -162,7 +162,7 @@ def fill_exact_window(
         check_rows("rows", rows, rows != -1, exact_window.num_rows)
     lens, q_lens = lengths(seq_lens, cu_q_lens)
     first = (lens - q_lens).clamp(min=0)
-    row = existing_rows(rows, exact_window)
+    row = existing_rows(rows, exact_window.num_rows)
     block_size, max_blocks = key_cache.shape[1], block_table.shape[1]
     start = (first - exact_window.size).clamp(min=0)
     columns = num_reached_blocks(exact_window.size, 1, max_blocks, block_size)
@@ -205,17 +205,6 @@ def write_recent(
 ) -> None:
     """Writes tokens to blocks in the model dtype."""
     reshape_and_cache_flash(key, value, pages[0], pages[1], slots, *MODEL_DTYPE, unique_slots=True)
-
-
-def lengths(seq_lens: torch.Tensor, cu_q_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of each sequence and its new ones, int64 `[num_seqs]`."""
-    lens, ends = seq_lens.long().clamp(min=0), cu_q_lens.long()
-    return lens, torch.minimum(ends[1:] - ends[:-1], lens)
-
-
-def existing_rows(rows: torch.Tensor, window: ExactWindow) -> torch.Tensor:
-    """Rows, int64, -1 for those that the window does not have."""
-    return torch.where((rows >= 0) & (rows < window.num_rows), rows.long(), -1)
 
 
 def check_window(

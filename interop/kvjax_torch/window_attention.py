@@ -20,26 +20,34 @@ from kvjax.ops.options import (
     as_bool,
     as_limits,
     as_window,
+    buckets,
     num_reached_blocks,
 )
 from kvjax_torch.arguments.attention import ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
 from kvjax_torch.arguments.dtypes import dtype_name
-from kvjax_torch.arguments.plan import Encoding, RaggedPlan, ReadTensors, RingTensors, SoftmaxOptions, WriteTensors
+from kvjax_torch.arguments.plan import (
+    Encoding,
+    RaggedPlan,
+    ReadTensors,
+    RingTensors,
+    SoftmaxOptions,
+    WindowPlaces,
+    WindowStep,
+    WriteTensors,
+)
 from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.arguments.writes import write_plan
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
 from kvjax_torch.cuda import windows
+from kvjax_torch.eager import windows as eager_windows
 from kvjax_torch.exact_window import (
     MODEL_DTYPE,
-    PADDING_SLOT,
     ExactWindow,
     check_rows,
     check_sizes,
     check_window,
     empty_pages,
-    existing_rows,
-    lengths,
     write_recent,
 )
 from kvjax_torch.ops import launches_kernels, reshape_and_cache_flash
@@ -128,28 +136,28 @@ def exact_window_attention(
     refuse_gradient("exact_window_attention", **given, **({} if sinks is None else {"sinks": sinks}))
     _check_tokens(exact_window, query, key, value)
     limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
-    num_tokens, size = query.shape[0], exact_window.size
-    step = _StepTensors.of(exact_window, seq_lens, cu_q_lens, window_rows)
+    num_tokens, sizes = query.shape[0], as_limits(**limits)
+    served = buckets(sizes, num_tokens, len(seq_lens), batch_invariant=batch_invariant)
+    longest = min(sizes.max_q_len or num_tokens, num_tokens)
+    step = _NewTokens(exact_window, (seq_lens, cu_q_lens, window_rows), num_tokens, longest)
     unique_slots = as_bool("unique_slots", unique_slots)
+    places = step.places(min(served.decode_q_len, served.max_q_len))
     if kvjax.is_checked():
-        check_rows("window_rows", window_rows, step.q_lens > 0, exact_window.num_rows)
+        check_rows("window_rows", window_rows, places.q_lens > 0, exact_window.num_rows)
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
     options["batch_invariant"] = batch_invariant
     window = as_window(sliding_window)
     softmax = SoftmaxOptions(sm_scale, window, logits_soft_cap, sinks, batch_invariant)
-    nothing = torch.zeros_like(step.lens)
-    longest = min(as_limits(**limits).max_q_len or num_tokens, num_tokens)
-    of_pages = ReadTensors(key_cache, value_cache, block_table, nothing, *scales)
+    of_pages = ReadTensors(key_cache, value_cache, block_table, places.far_lens, *scales)
     one = as_tensors(*MODEL_DTYPE[1:], key_cache)
-    table = step.ring_table(longest).int()
-    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, table, nothing, *one)
+    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, places.table, places.near_lens, *one)
     plans = []
     # Before the ring is written.
     for read, encoding, in_fp8 in (
         (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), query_quantization),
         (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
-        plans.append(ragged_plan(query, read, cu_q_lens, encoding, softmax, as_limits(**limits), in_fp8))
+        plans.append(ragged_plan(query, read, cu_q_lens, encoding, softmax, sizes, in_fp8))
         check_sizes(exact_window, plans[-1].attention.cache.spec)
     to_pages = None
     if slot_mapping is not None:
@@ -157,36 +165,29 @@ def exact_window_attention(
         to_pages = _PagesWrite(written, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), unique_slots)
         to_pages.check(num_tokens)
     over_pages, stored_as = (query, key_cache, value_cache, block_table), (kv_cache_dtype, k_scale, v_scale)
-    if not len(step.lens):  # all rows are padding
+    if not len(seq_lens):  # all rows are padding
         if to_pages is not None:
             to_pages.run()
         return ragged_paged_attention(*over_pages, seq_lens, cu_q_lens, *stored_as, sinks=sinks, **options)
-    spans = WindowSpans.of(window, size)
-    far_lens = (step.lens - size).clamp(min=0).int()  # a query whose limit is below 0 sees nothing
-    near_lens = (step.lens - step.first_block * WINDOW_BLOCK_SIZE).int()
+    spans = WindowSpans.of(window, exact_window.size)
     if spans.reaches_pages and launches_kernels(query, key, value, *of_pages, *of_ring, cu_q_lens, *given_sinks):
         both = windows.BothCaches(
-            _plans(plans[0], plans[1], spans),
-            query,
-            (of_pages._replace(seq_lens=far_lens), of_ring._replace(seq_lens=near_lens)),
-            cu_q_lens,
-            step.q_lens,
-            sinks,
+            _plans(plans[0], plans[1], spans), query, (of_pages, of_ring), cu_q_lens, places, sinks
         )
         parts = windows.parts_of(both)
         if parts is not None:
-            recent, table = _write_step(step, (key, value), table, longest, to_pages)
-            results = windows.attend(both.over(*recent, table), parts)
+            recent = step.write((key, value), places, to_pages)
+            results = windows.attend(both.over(*recent), parts)
             outs, lses = zip(*results, strict=True)
             return merge_attention_states(outs, lses)[0] if len(outs) > 1 else outs[0]
     if to_pages is not None:
-        recent, table = _write_step(step, (key, value), table, longest, to_pages)
+        recent = step.write((key, value), places, to_pages)
     others = []
     if spans.reaches_pages:
         others.append(
             ragged_paged_attention(
                 *over_pages,
-                far_lens,
+                places.far_lens,
                 cu_q_lens,
                 *stored_as,
                 v_scale_layout=v_scale_layout,
@@ -197,13 +198,13 @@ def exact_window_attention(
             )
         )
     if to_pages is None:  # after a call that may be refused
-        recent, table = _write_step(step, (key, value), table, longest)
+        recent = step.write((key, value), places)
     near = ragged_paged_attention(
         query,
         recent[0],
         recent[1],
-        table,
-        near_lens,
+        places.table,
+        places.near_lens,
         cu_q_lens,
         *MODEL_DTYPE,
         sliding_window=spans.near,
@@ -263,25 +264,61 @@ class _PagesWrite(NamedTuple):
         reshape_and_cache_flash(**self.tensors._asdict(), **options)
 
 
-def _write_step(
-    step: _StepTensors,
-    new: tuple[torch.Tensor, torch.Tensor],
-    table: torch.Tensor,
-    longest: int,
-    to_pages: _PagesWrite | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Writes a step's keys and values, at most `longest` of a sequence; returns where its queries see them, by a table.
+class _NewTokens(NamedTuple):
+    """A step's new tokens beside a window.
 
-    That is the ring, whose block table is `table`, or a copy of rows with room for the step.
+    Attributes:
+      window: the window.
+      sequences: `seq_lens`, `cu_q_lens` and `window_rows` as callers give them.
+      num_tokens: rows of the step.
+      longest: most new tokens of a sequence.
     """
-    window = step.window
-    if longest <= window.max_q_len:
-        _update_ring(window, step.given, new, longest, to_pages)
-        return (window.key_cache, window.value_cache), table
-    recent, table, slots = _with_room(window, step, len(new[0]), longest)
-    write_recent(*new, recent, slots)
-    _update_ring(window, step.given, new, longest, to_pages)
-    return recent, table.int()
+
+    window: ExactWindow
+    sequences: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    num_tokens: int
+    longest: int
+
+    @property
+    def has_room(self) -> bool:
+        """Whether queries see a copy of the window's rows with the step's tokens behind them, and not the ring."""
+        return self.longest > self.window.max_q_len
+
+    def num_columns(self, max_q_len: int) -> int:
+        """The most blocks that the queries of a sequence with so many new tokens see."""
+        return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
+
+    def places(self, decode_q_len: int) -> WindowPlaces:
+        """Where the step's tokens are."""
+        window = self.window
+        room = (self.num_tokens, self.num_columns(1)) if self.has_room else None
+        sizes = window.num_rows, window.size, window.blocks_per_row, self.num_columns(self.longest), decode_q_len
+        step = WindowStep(*self.sequences, *sizes, room)
+        is_here = len(step.seq_lens) and launches_kernels(*self.sequences)
+        return windows.places(step) if is_here else eager_windows.places(step)
+
+    def write(
+        self, new: tuple[torch.Tensor, torch.Tensor], places: WindowPlaces, to_pages: _PagesWrite | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values; returns where queries see them, the ring or a copy of its rows with the step's."""
+        window = self.window
+        recent = window.key_cache, window.value_cache
+        if places.old is not None and places.slots is not None:
+            recent = self._copied(places.old.flatten())
+            write_recent(*new, recent, places.slots)
+        _update_ring(window, self.sequences, new, self.longest, to_pages)
+        return recent
+
+    def _copied(self, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of blocks of the ring, with room for the step's tokens behind them."""
+        ring, num_seqs = (self.window.key_cache, self.window.value_cache), len(self.sequences[0])
+        # Full blocks of new tokens, and one partial block for each sequence that has any.
+        partial = min(num_seqs, self.num_tokens) * (WINDOW_BLOCK_SIZE - 1)
+        num_blocks = len(old) + (self.num_tokens + partial) // WINDOW_BLOCK_SIZE
+        pages = empty_pages(ring[0], num_blocks, ring[0].shape[2], [half.shape[3] for half in ring])
+        for copied, half in zip(pages, ring, strict=True):
+            copied[: len(old)] = half[old]
+        return pages
 
 
 def _update_ring(
@@ -307,99 +344,7 @@ def _update_ring(
         return
     if to_pages is not None:
         to_pages.run()
-    write_recent(*new, pages, _StepTensors.of(window, *sequences).ring_slots(len(new[0])))
-
-
-class _StepTensors(NamedTuple):
-    """Where the tokens of a step's sequences are in a window; int64.
-
-    Attributes:
-      lens: `[num_seqs]`, tokens of each sequence, the new ones included.
-      q_lens: `[num_seqs]`, its new tokens.
-      first_block: `[num_seqs]`, the first of its blocks (of `WINDOW_BLOCK_SIZE` tokens) that its queries see.
-      row_start: `[num_seqs]`, the first block of its row; below 0 without a row.
-      window: the window.
-      given: `seq_lens`, `cu_q_lens` and `window_rows` as callers give them.
-    """
-
-    lens: torch.Tensor
-    q_lens: torch.Tensor
-    first_block: torch.Tensor
-    row_start: torch.Tensor
-    window: ExactWindow
-    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-    @classmethod
-    def of(
-        cls, window: ExactWindow, seq_lens: torch.Tensor, cu_q_lens: torch.Tensor, rows: torch.Tensor
-    ) -> _StepTensors:
-        lens, q_lens = lengths(seq_lens, cu_q_lens)
-        first_block = (lens - q_lens - (window.size - 1)).clamp(min=0) // WINDOW_BLOCK_SIZE
-        row_start = existing_rows(rows, window) * window.blocks_per_row
-        return cls(lens, q_lens, first_block, row_start, window, (seq_lens, cu_q_lens, rows))
-
-    def token_rows(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[num_tokens]` twice: each new token's sequence, and its position, -1 for padding."""
-        ends = self.given[1][1:].long()
-        token = torch.arange(num_tokens, device=ends.device)
-        seq = torch.searchsorted(ends, token, right=True)
-        is_token = seq < len(self.lens)
-        seq = seq.clamp(max=max(len(self.lens) - 1, 0))
-        return seq, torch.where(is_token, self.lens[seq] - (ends[seq] - token), -1)
-
-    def ring_slots(self, num_tokens: int) -> torch.Tensor:
-        """`[num_tokens]`: the slots of a sequence's last tokens in its row, -1 for those that these overwrite."""
-        if not len(self.lens):
-            return torch.full((num_tokens,), PADDING_SLOT, device=self.lens.device)
-        seq, position = self.token_rows(num_tokens)
-        tokens, start = self.window.tokens_per_row, self.row_start[seq] * WINDOW_BLOCK_SIZE
-        is_kept = (position >= 0) & (start >= 0) & (position >= self.lens[seq] - tokens)
-        return torch.where(is_kept, start + position % tokens, PADDING_SLOT)
-
-    def ring_table(self, max_q_len: int) -> torch.Tensor:
-        """A block table of the ring, from each sequence's `first_block` on, for so many new tokens.
-
-        Its first and its last column may be one block of the ring, for tokens of either.
-        """
-        block = self.first_block[:, None] + torch.arange(self.num_columns(max_q_len), device=self.lens.device)
-        in_row = self.row_start[:, None] + block % self.window.blocks_per_row
-        return torch.where(self.row_start[:, None] >= 0, in_row, -1)
-
-    def num_columns(self, max_q_len: int) -> int:
-        """The most blocks that the queries of a sequence with so many new tokens see."""
-        return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
-
-
-def _with_room(
-    window: ExactWindow, step: _StepTensors, num_tokens: int, max_q_len: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A copy of the rows of a step's sequences with room for its tokens, its block table and their slots.
-
-    The first columns of the table are blocks of the rows, from `first_block` to that of the first new token, the others
-    blocks of the chunks.
-    """
-    num_seqs, device, (seq, position) = len(step.lens), step.lens.device, step.token_rows(num_tokens)
-    num_old, columns = step.num_columns(1), step.num_columns(max_q_len)
-    # Full blocks of new tokens, and one partial block for each sequence that has any.
-    room = (num_tokens + min(num_seqs, num_tokens) * (WINDOW_BLOCK_SIZE - 1)) // WINDOW_BLOCK_SIZE
-    heads, head_sizes = window.key_cache.shape[2], [window.key_cache.shape[3], window.value_cache.shape[3]]
-    pages = empty_pages(window.key_cache, num_seqs * num_old + room, heads, head_sizes)
-    old = step.ring_table(1).flatten().clamp(min=0)
-    for copied, ring in zip(pages, (window.key_cache, window.value_cache), strict=True):
-        copied[: len(old)] = ring[old]
-    num_blocks = (step.lens + WINDOW_BLOCK_SIZE - 1) // WINDOW_BLOCK_SIZE - step.first_block - num_old
-    num_blocks = torch.where((step.q_lens > 0) & (step.row_start >= 0), num_blocks.clamp(min=0), 0)
-    start = num_seqs * num_old + num_blocks.cumsum(0) - num_blocks
-    column = torch.arange(columns, device=device)[None]
-    own = torch.arange(num_seqs, device=device)[:, None] * num_old + column
-    table = torch.where(column < num_old, own, start[:, None] + column - num_old)
-    exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
-    table = torch.where(exists, table, -1)
-    of_token = position // WINDOW_BLOCK_SIZE - step.first_block[seq]
-    block = table[seq, of_token.clamp(0, max(columns - 1, 0))]
-    is_written = (position >= 0) & (of_token >= 0) & (of_token < columns) & (block >= 0)
-    slots = torch.where(is_written, block * WINDOW_BLOCK_SIZE + position % WINDOW_BLOCK_SIZE, PADDING_SLOT)
-    return pages, table, slots
+    write_recent(*new, pages, eager_windows.ring_slots(ring, len(new[0])))
 
 
 def _check_tokens(window: ExactWindow, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

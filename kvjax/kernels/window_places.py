@@ -26,7 +26,7 @@ from kvjax.kernels.registers import THREADS, WARPS
 BLOCK_SIZE = 16
 """Tokens of a block of a window."""
 
-COUNTS = "num_seqs", "num_rows", "size", "blocks_per_row", "columns", "decode_q_len"
+_COUNTS = "num_seqs", "num_rows", "size", "blocks_per_row", "columns", "decode_q_len"
 _COUNTS_OF_ROOM = "num_tokens", "num_old"
 _SEQUENCES = "seq_lens", "cu_q_lens", "window_rows"
 _RESULTS = "near_lens", "far_lens", "decoding_lens", "q_lens", "table"
@@ -43,7 +43,7 @@ def any_window_places(*, with_room: bool) -> AnyCount:
 
     - `near_lens` `[num_seqs]`: tokens from the block of the oldest one that a query sees in the window.
     - `far_lens`: tokens before the last `size`; `decoding_lens` the same, 0 for a sequence without new tokens or with
-      more than `decode_q_len`.
+      more than `decode_q_len` rows.
     - `q_lens`: new tokens, at most as many as there are.
     - `table` `[num_seqs, columns]`: the blocks of the ring for `near_lens`, -1 without a row.
 
@@ -54,9 +54,8 @@ def any_window_places(*, with_room: bool) -> AnyCount:
 
     The amount is the number of sequences.
     """
-    counts_of, results = (COUNTS, _RESULTS)
-    if with_room:
-        counts_of, results = (*COUNTS, *_COUNTS_OF_ROOM), (*_RESULTS, *_RESULTS_OF_ROOM)
+    counts_of = (*_COUNTS, *_COUNTS_OF_ROOM) if with_room else _COUNTS
+    results = (*_RESULTS, *_RESULTS_OF_ROOM) if with_room else _RESULTS
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], scratch: Sequence[Ref]) -> None:
         numbers = {name: jnp.int32(number) for name, number in counts.items()}
@@ -73,24 +72,26 @@ def any_window_places(*, with_room: bool) -> AnyCount:
     )
 
 
-class _Sequence[Int: (jax.Array)](NamedTuple):
+class _WindowSequence(NamedTuple):
     """A sequence's numbers, or of each thread those of one.
 
     Attributes:
       length: its tokens.
-      end: the row after its last new token.
-      q_len: its new tokens.
+      start: its first row.
+      end: the row after its last one.
+      q_len: its new tokens: its last rows, at most as many as it has tokens.
       first_block: the first of its blocks that its queries see.
       row: its row of the window.
       has_row: whether there is one.
     """
 
-    length: Int
-    end: Int
-    q_len: Int
-    first_block: Int
-    row: Int
-    has_row: Int
+    length: jax.Array
+    start: jax.Array
+    end: jax.Array
+    q_len: jax.Array
+    first_block: jax.Array
+    row: jax.Array
+    has_row: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,19 +122,19 @@ class _Places:
         self.store("table", own, self.counts["columns"], in_copy)
         self.store_slots(own, sequence, in_copy)
 
-    def describe(self, load: Callable[[str, int], jax.Array]) -> _Sequence:
+    def describe(self, load: Callable[[str, int], jax.Array]) -> _WindowSequence:
         """Describes a sequence by a function that loads its entry of an array."""
         length, row = jnp.maximum(load("seq_lens", 0), 0), load("window_rows", 0)
         start, end = load("cu_q_lens", 0), load("cu_q_lens", 1)
         q_len = jnp.minimum(end - start, length)
         oldest = jnp.maximum(length - q_len - (self.counts["size"] - 1), 0)
         has_row = (row >= 0) & (row < self.counts["num_rows"])
-        return _Sequence(length, end, q_len, oldest >> _SHIFT, row, has_row)
+        return _WindowSequence(length, start, end, q_len, oldest >> _SHIFT, row, has_row)
 
-    def store_lengths(self, own: jax.Array, sequence: _Sequence) -> None:
+    def store_lengths(self, own: jax.Array, sequence: _WindowSequence) -> None:
         """Stores a sequence's lengths."""
         far = jnp.maximum(sequence.length - self.counts["size"], 0)
-        decodes = (sequence.q_len > 0) & (sequence.q_len <= self.counts["decode_q_len"])
+        decodes = (sequence.q_len > 0) & (sequence.end - sequence.start <= self.counts["decode_q_len"])
         near = sequence.length - sequence.first_block * BLOCK_SIZE
         lengths = near, far, jnp.where(decodes, far, 0), sequence.q_len
         for name, number in zip(_RESULTS, lengths, strict=False):
@@ -148,13 +149,13 @@ class _Places:
 
         lax.fori_loop(0, _divided_up(width, THREADS), store_some, None)
 
-    def in_ring(self, sequence: _Sequence, column: jax.Array) -> jax.Array:
+    def in_ring(self, sequence: _WindowSequence, column: jax.Array) -> jax.Array:
         """The block of the ring in a column from `first_block` on, -1 without a row."""
         per_row = self.counts["blocks_per_row"]
         block = sequence.row * per_row + lax.rem(sequence.first_block + column, _splat(per_row))
         return jnp.where(sequence.has_row, block, -1)
 
-    def new_blocks(self, sequence: _Sequence) -> jax.Array:
+    def new_blocks(self, sequence: _WindowSequence) -> jax.Array:
         """The blocks that a sequence's new tokens take behind those of its row."""
         num_blocks = _divided_up(sequence.length, BLOCK_SIZE) - sequence.first_block - self.counts["num_old"]
         return jnp.where((sequence.q_len > 0) & sequence.has_row, jnp.maximum(num_blocks, 0), 0)
@@ -174,10 +175,12 @@ class _Places:
         of_thread = lax.fori_loop(0, _divided_up(own, THREADS), add, _splat(jnp.int32(0)))
         return lanes.over_block(shared, lanes.sum_over_warp(of_thread), jnp.add)
 
-    def store_slots(self, own: jax.Array, sequence: _Sequence, block_of: Callable[[jax.Array], jax.Array]) -> None:
+    def store_slots(
+        self, own: jax.Array, sequence: _WindowSequence, block_of: Callable[[jax.Array], jax.Array]
+    ) -> None:
         """Stores the slots of a sequence's new tokens; the last one's, also those of the tokens behind."""
-        num_tokens, starts = self.counts["num_tokens"], self.arrays["cu_q_lens"]
-        start, end = (jnp.clip(bound, 0, num_tokens) for bound in (starts[own], sequence.end))
+        num_tokens = self.counts["num_tokens"]
+        start, end = (jnp.clip(bound, 0, num_tokens) for bound in (sequence.start, sequence.end))
         start = jnp.where(own == 0, 0, start)
         stop = jnp.where(own == self.counts["num_seqs"] - 1, num_tokens, end)
 

@@ -56,6 +56,7 @@ TORCH_LAYERS = (
     "ops",
     "start_up",
     "hadamard",
+    "pages",
     "exact_window",
     "window_attention",
     "kvjax_torch",

@@ -28,6 +28,55 @@ class WriteTensors(NamedTuple):
     v_scale: torch.Tensor
 
 
+class WindowStep(NamedTuple):
+    """A step beside an exact window.
+
+    Attributes:
+      seq_lens: int32 or int64 `[num_seqs]`, tokens of each sequence, the new ones included.
+      cu_q_lens: likewise `[num_seqs + 1]`, where its new tokens begin and end.
+      window_rows: likewise `[num_seqs]`, its row; it has none if that is not one of the window's.
+      num_rows: rows of the window.
+      size: its tokens that a query sees.
+      blocks_per_row: blocks of a row.
+      columns: the most blocks that the queries of a sequence see.
+      decode_q_len: most rows of a sequence that decodes.
+      room: if queries see a copy of the sequences' rows and the step's tokens behind them, the number of these, and of
+        blocks of a row; None if they see the ring itself.
+    """
+
+    seq_lens: torch.Tensor
+    cu_q_lens: torch.Tensor
+    window_rows: torch.Tensor
+    num_rows: int
+    size: int
+    blocks_per_row: int
+    columns: int
+    decode_q_len: int
+    room: tuple[int, int] | None
+
+
+class WindowPlaces(NamedTuple):
+    """Where a step's tokens are beside an exact window; int32.
+
+    Attributes:
+      near_lens: `[num_seqs]`, tokens from the block of the oldest one that a query sees in the window.
+      far_lens: `[num_seqs]`, tokens before the last ones.
+      decoding_lens: `[num_seqs]`, the same, 0 for a sequence that does not decode.
+      q_lens: `[num_seqs]`, new tokens.
+      table: `[num_seqs, columns]`, the blocks for `near_lens`, -1 without a row.
+      old: `[num_seqs, blocks of a row]`, the blocks of the ring to copy; None without room.
+      slots: `[num_tokens]`, where new tokens go behind the copies, or -1; None without room.
+    """
+
+    near_lens: torch.Tensor
+    far_lens: torch.Tensor
+    decoding_lens: torch.Tensor
+    q_lens: torch.Tensor
+    table: torch.Tensor
+    old: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
 class RingTensors(NamedTuple):
     """The ring of an exact window, and the step whose last tokens of each sequence it takes.
 

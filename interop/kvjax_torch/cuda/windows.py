@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 
 from kvjax import kernels
-from kvjax_torch.arguments.plan import AttentionPlan, Encoding, RaggedPlan, ReadTensors, RingTensors, WriteTensors
+from kvjax_torch.arguments.plan import (
+    AttentionPlan,
+    Encoding,
+    RaggedPlan,
+    ReadTensors,
+    RingTensors,
+    WindowPlaces,
+    WindowStep,
+    WriteTensors,
+)
 from kvjax_torch.arguments.writes import ring_plan, write_plan
 from kvjax_torch.calls import attending, choosing, writing
 from kvjax_torch.cuda import ragged, reads
@@ -36,6 +45,27 @@ def write(tensors: WriteTensors, encoding: Encoding, unique_slots: bool, ring: R
         running.run(call)
 
 
+def places(step: WindowStep) -> WindowPlaces:
+    """Where the tokens of a step are."""
+    running.check_capability(step.seq_lens.get_device())
+    num_seqs, room = len(step.seq_lens), step.room
+
+    def empty(*shape: int) -> torch.Tensor:
+        return step.seq_lens.new_empty(shape, dtype=torch.int32)
+
+    lengths = empty(num_seqs), empty(num_seqs), empty(num_seqs), empty(num_seqs)
+    found = WindowPlaces(*lengths, empty(num_seqs, step.columns))
+    if room is not None:
+        found = found._replace(old=empty(num_seqs, room[1]), slots=empty(room[0]))
+    with choosing.one_at_a_time:
+        kernel = kernels.window_places_kernel(with_room=room is not None)
+    given = step.seq_lens, step.cu_q_lens, step.window_rows
+    arrays = *(choosing.int32(x, -1, choosing.INT32_MAX) for x in given), *(x for x in found if x is not None)
+    counts = num_seqs, step.num_rows, step.size, step.blocks_per_row, step.columns, step.decode_q_len, *(room or ())
+    running.run(running.Call(kernel, counts, arrays, num_seqs))
+    return found
+
+
 class BothCaches(NamedTuple):
     """A step that attends over pages and a ring, of other tokens: results of either are those of two calls, merged.
 
@@ -44,7 +74,7 @@ class BothCaches(NamedTuple):
       query: `[num_tokens, num_heads, head_size]`.
       tensors: what either reads.
       cu_q_lens: as in `ragged_paged_attention`.
-      q_lens: integers `[num_seqs]`, query tokens of each sequence.
+      places: where its tokens are.
       sinks: float32 `[num_heads]`, or None.
     """
 
@@ -52,13 +82,13 @@ class BothCaches(NamedTuple):
     query: torch.Tensor
     tensors: tuple[ReadTensors, ReadTensors]
     cu_q_lens: torch.Tensor
-    q_lens: torch.Tensor
+    places: WindowPlaces
     sinks: torch.Tensor | None
 
-    def over(self, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor) -> BothCaches:
-        """The same with a copy of the ring's rows, and its block table."""
+    def over(self, keys: torch.Tensor, values: torch.Tensor) -> BothCaches:
+        """The same with a copy of the ring's rows."""
         pages, ring = self.tensors
-        return self._replace(tensors=(pages, ring._replace(key_cache=keys, value_cache=values, block_table=table)))
+        return self._replace(tensors=(pages, ring._replace(key_cache=keys, value_cache=values)))
 
     @property
     def decoding(self) -> tuple[AttentionPlan, AttentionPlan]:
@@ -84,7 +114,7 @@ def parts_of(both: BothCaches) -> Parts | None:
     if not both.decoding[0].q_len:
         return []
     with choosing.one_at_a_time:
-        return attending.joint_parts(both.decoding, len(both.q_lens), both.tensors) or None
+        return attending.joint_parts(both.decoding, len(both.places.q_lens), both.tensors) or None
 
 
 def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,24 +166,21 @@ def _call(
 
 def _decode(both: BothCaches, parts: Parts, packed: PackedRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The results of packed rows: `[n, num_heads, head_size_v]` and float32 `[n, num_heads]`."""
-    plans, sinks = both.decoding, both.sinks
+    plans, sinks, q_lens = both.decoding, both.sinks, both.places.q_lens
     pages, ring = both.tensors
     # A sequence that decodes has tokens in the ring: those of its query.
-    tensors = (
-        pages._replace(seq_lens=torch.where(packed.lens > 0, pages.seq_lens, 0)),
-        ring._replace(seq_lens=packed.lens),
-    )
+    tensors = pages._replace(seq_lens=both.places.decoding_lens), ring._replace(seq_lens=packed.lens)
     _compile(parts, tensors)
     if len(parts) == 1:
-        results = reads.run_both(*attending.joint_calls(plans, packed.rows, tensors, both.q_lens, sinks))
+        results = reads.run_both(*attending.joint_calls(plans, packed.rows, tensors, q_lens, sinks))
     else:
 
         def attend_part(number: int, rows: torch.Tensor, own_sinks: torch.Tensor | None) -> reads.Results:
             of_pages, of_ring = parts[number]
             own = [each._replace(seq_lens=reads.lengths_of_part(plans[0], of_pages, each.seq_lens)) for each in tensors]
-            q_lens = (both.q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1])
+            own_q_lens = (q_lens - (plans[0].q_len - of_pages.tokens.stop)).clamp(0, rows.shape[1])
             own_plans = of_pages.plan, of_ring.plan
-            return reads.run_both(*attending.joint_calls(own_plans, rows, (own[0], own[1]), q_lens, own_sinks))
+            return reads.run_both(*attending.joint_calls(own_plans, rows, (own[0], own[1]), own_q_lens, own_sinks))
 
         results = reads.by_parts(plans[0], [part for part, _ in parts], packed.rows, sinks, attend_part)
     return results[0].flatten(0, 1), results[1].flatten(0, 1)
