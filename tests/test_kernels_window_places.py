@@ -105,6 +105,22 @@ def test_the_interpreted_kernel_stores_what_its_definition_says(step, with_room,
         np.testing.assert_array_equal(got[name].reshape(x.shape), x, err_msg=name)
 
 
+@pytest.mark.parametrize("with_room", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_torch_finds_the_same_on_cpu_tensors(step, with_room):
+    torch = pytest.importorskip("torch")
+    plan = pytest.importorskip("kvjax_torch.arguments.plan")
+    places = pytest.importorskip("kvjax_torch.eager.windows").places
+    counts, arrays = arguments(STEPS[step], with_room, 9, 5)
+    given = {name: torch.tensor(np.asarray(arrays[name])) for name in ("seq_lens", "cu_q_lens", "window_rows")}
+    sizes = {name: counts[name] for name in ("num_rows", "size", "blocks_per_row", "columns", "decode_q_len")}
+    room = (counts["num_tokens"], counts["num_old"]) if with_room else None
+    got = places(plan.WindowStep(**given, **sizes, room=room))._asdict()
+    for name, x in expected(STEPS[step], counts, with_room).items():
+        assert got[name].dtype is torch.int32
+        np.testing.assert_array_equal(got[name].numpy(), x, err_msg=name)
+
+
 def test_a_length_below_zero_is_that_of_no_tokens():
     counts, arrays = arguments([(0, 0, 1), (20, 1, 2)], True, 4, 3)
     kernel = kernels.window_places_kernel(with_room=True)

@@ -317,7 +317,7 @@ class _NewTokens(NamedTuple):
         num_blocks = len(old) + (self.num_tokens + partial) // WINDOW_BLOCK_SIZE
         pages = empty_pages(ring[0], num_blocks, ring[0].shape[2], [half.shape[3] for half in ring])
         for copied, half in zip(pages, ring, strict=True):
-            copied[: len(old)] = half[old]
+            torch.index_select(half, 0, old, out=copied[: len(old)])
         return pages
 
 
