@@ -163,7 +163,9 @@ def test_an_interpreted_kernel_leaves_the_bytes_of_the_host(case, step, writes_p
         pages = [x.clone() for x in (server.pages.key, server.pages.value)]
         tensors = WriteTensors(key, value, *pages, slots, *server.stored_as[1:])
         to_pages = window_attention._PagesWrite(tensors, Encoding(case.dtype), False) if writes_pages else None
-        window_attention._update_ring(window, sequences, (key, value), longest, to_pages)
+        launches = window_attention.launches_kernels(key, value)
+        step = window_attention._NewTokens(window, sequences, (key, value), num_tokens, longest, launches)
+        step.update_ring(to_pages)
         return [x.contiguous().view(torch.uint8) for x in (window.key_cache, window.value_cache, *pages)]
 
     on_host = written()
@@ -189,6 +191,7 @@ def kernels_of_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     every = (
         (window_attention, "launches_kernels", lambda *tensors: True),
+        (window_attention.tape, "call", lambda serve, *_: serve()),
         (running, "check_capability", lambda device: None),
         (running, "compile_once", lambda *_: None),
         (running, "run", run),

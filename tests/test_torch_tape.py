@@ -16,8 +16,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import kvjax_torch  # noqa: E402
 from kvjax import KVCacheError, kernels  # noqa: E402
-from kvjax_torch import library  # noqa: E402
+from kvjax_torch import library, window_attention  # noqa: E402
+from kvjax_torch.arguments import scales  # noqa: E402
 from kvjax_torch.arguments.checks import are_plain  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
 from kvjax_torch.cuda import dense_prompts, ragged, reads  # noqa: E402
@@ -65,7 +67,7 @@ class Recorder:
             self.served += 1
             return kernel(*given, **options, out=out)
 
-        return tape.call(serve, [kernel, *arguments], None if out is None else number)
+        return tape.call(serve, [kernel, *arguments], () if out is None else (number,))
 
     def is_known(self, *call: Any) -> bool:
         """Whether a call is launched without being served."""
@@ -303,13 +305,13 @@ def test_the_offset_of_each_argument_from_the_keys_is_part_of_the_kind(recorder:
     def rows(pool: torch.Tensor, start: int) -> torch.Tensor:
         return pool[:, start : start + 1024].view(torch.int8).view(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE)
 
-    def scales(pool: torch.Tensor, start: int) -> torch.Tensor:
+    def scales_at(pool: torch.Tensor, start: int) -> torch.Tensor:
         return pool[:, start : start + 128].view(torch.float32).view(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
 
     pool, other = (torch.zeros(NUM_BLOCKS, 4096, dtype=torch.uint8) for _ in range(2))
-    common = {"key_cache": rows(pool, 0), "v_scale": scales(other, 512)}
-    first = common | {"value_cache": rows(pool, 1024), "k_scale": scales(other, 0)}
-    second = common | {"value_cache": rows(other, 2048), "k_scale": scales(pool, 1024)}
+    common = {"key_cache": rows(pool, 0), "v_scale": scales_at(other, 512)}
+    first = common | {"value_cache": rows(pool, 1024), "k_scale": scales_at(other, 0)}
+    second = common | {"value_cache": rows(other, 2048), "k_scale": scales_at(pool, 1024)}
     for call in (first, second):
         assert not recorder.is_known(*decode("int8_per_token_head", **call))
 
@@ -336,6 +338,110 @@ def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(
     with pytest.raises(KVCacheError, match="out"):
         recorder.call(*decode(**near))
     assert recorder.served == served + 1
+
+
+def beside_window(**changes: Any) -> dict[str, Any]:
+    """A step of `exact_window_attention` in which all sequences decode, with memory of its own."""
+    key_cache, value_cache = pages("nvfp4")
+    window = kvjax_torch.ExactWindow.allocate(NUM_SEQS, 24, NUM_HEADS, HEAD_SIZE)
+    rows = torch.zeros(NUM_SEQS, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    return {
+        "query": torch.zeros(NUM_SEQS, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16),
+        "key": rows,
+        "value": rows.clone(),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+        "block_table": torch.zeros(NUM_SEQS, 5, dtype=torch.int32),
+        "seq_lens": torch.full((NUM_SEQS,), 40, dtype=torch.int32),
+        "cu_q_lens": torch.arange(NUM_SEQS + 1, dtype=torch.int32),
+        "exact_window": window,
+        "window_rows": torch.arange(NUM_SEQS, dtype=torch.int32),
+        "kv_cache_dtype": "nvfp4",
+        "k_scale": torch.tensor(0.5),
+        "v_scale": torch.tensor(0.25),
+        "slot_mapping": torch.arange(NUM_SEQS),
+        "max_q_len": 1,
+        "max_prompts": 0,
+    } | changes
+
+
+@pytest.fixture
+def served_windows(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of `exact_window_attention` that are served."""
+    served: list[Any] = []
+    serve = window_attention._serve
+
+    def counted(call: Any, launches: bool) -> Any:
+        served.append(call)
+        return serve(call, launches)
+
+    monkeypatch.setattr(window_attention, "_serve", counted)
+    monkeypatch.setattr(window_attention, "launches_kernels", lambda *_: True)
+    monkeypatch.setattr(attending, "joint_kernels", attending.joint_kernels.__wrapped__)
+    monkeypatch.setitem(scales._constants, (1.0, -1), torch.ones(()))  # which a GPU keeps
+    return served
+
+
+def addresses(call: dict[str, Any]) -> set[int]:
+    window = call["exact_window"]
+    tensors = (*call.values(), window.key_cache, window.value_cache)
+    return {x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)}
+
+
+def test_a_known_step_beside_a_window_is_launched_from_its_recording(recorder: Recorder, served_windows: list[Any]):
+    """The same kernels with the same numbers, over the memory of the call."""
+    calls = beside_window(), beside_window()
+    every = []
+    for call in calls:
+        out = kvjax_torch.exact_window_attention(**call)
+        assert out.shape == call["query"].shape
+        every.append(recorder.launches[:])
+        recorder.launches.clear()
+    assert len(served_windows) == 1
+    first, second = every
+    assert len(first) == len(second) == 6
+    own, others = addresses(calls[1]), addresses(calls[0])
+    entries = [entry for launch, _ in second for entry in launch]
+    assert own - {call.data_ptr() for call in (calls[1]["key_cache"],)} <= {*entries}
+    assert not {*entries} & (others - own)
+    for (one, programs), (other, other_programs) in zip(first, second, strict=True):
+        assert (len(one), programs) == (len(other), other_programs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unique_slots": True},
+        {"slot_mapping": None},
+        {"batch_invariant": True},
+        {"sliding_window": 30},
+        {"exact_window": "another size"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_option_beside_a_window_makes_another_kind(
+    recorder: Recorder, served_windows: list[Any], change: dict[str, Any]
+):
+    del recorder
+    if "exact_window" in change:
+        change = {"exact_window": kvjax_torch.ExactWindow.allocate(NUM_SEQS, 25, NUM_HEADS, HEAD_SIZE)}
+    for changes in ({}, change, {}, change):
+        kvjax_torch.exact_window_attention(**beside_window(**changes))
+    assert len(served_windows) == 2
+
+
+def test_a_step_that_would_write_over_an_argument_is_left_to_the_checks(recorder: Recorder, served_windows: list[Any]):
+    """Keys and values a block apart: their offset is beyond a block, and no part of the kind."""
+    row = ROW["nvfp4"]
+    pool = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, row, dtype=torch.uint8)
+    apart = {"key_cache": pool[:NUM_BLOCKS], "value_cache": pool[NUM_BLOCKS : 2 * NUM_BLOCKS]}
+    for _ in range(2):
+        kvjax_torch.exact_window_attention(**beside_window(**apart))
+    assert len(served_windows) == 1
+    recorder.launches.clear()
+    with pytest.raises(KVCacheError, match="overlaps"):
+        kvjax_torch.exact_window_attention(**beside_window(**apart | {"value_cache": pool[1 : NUM_BLOCKS + 1]}))
+    assert len(recorder.launches) == 1  # which finds where tokens are, and writes to neither
 
 
 def test_a_call_that_raises_is_not_known(recorder: Recorder):

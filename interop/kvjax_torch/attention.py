@@ -393,7 +393,7 @@ def call_operation(
     if tensors[0].is_cuda and are_plain(*tensors) and not kvjax.is_checked():
         kernel = library.KERNELS[attend]
         serve = functools.partial(kernel, *given, **options, out=out)
-        found, lse = tape.call(serve, [kernel, *arguments], None if out is None else len(tensors) - 1)
+        found, lse = tape.call(serve, [kernel, *arguments], () if out is None else (len(tensors) - 1,))
         out = found if out is None else out
     elif out is None:
         out, lse = attend.default(*given, **options)

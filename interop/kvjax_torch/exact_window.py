@@ -207,12 +207,17 @@ def write_recent(
     reshape_and_cache_flash(key, value, pages[0], pages[1], slots, *MODEL_DTYPE, unique_slots=True)
 
 
+def check_type(window: object) -> None:
+    """Raises if a window is none."""
+    if not isinstance(window, ExactWindow):
+        raise KVCacheTypeError(f"exact_window: got {kind_of(window)}, expected a kvjax_torch.ExactWindow")
+
+
 def check_window(
     window: Any, key_cache: torch.Tensor, value_cache: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Raises if a window is none of this cache, or tensors of a step have other shapes, dtypes or devices."""
-    if not isinstance(window, ExactWindow):
-        raise KVCacheTypeError(f"exact_window: got {kind_of(window)}, expected a kvjax_torch.ExactWindow")
+    check_type(window)
     check_tensors(key_cache=key_cache, value_cache=value_cache, **tensors)
     check_devices(key_cache, **{"exact_window.key_cache": window.key_cache}, **tensors)
     for name, tensor in tensors.items():

@@ -16,16 +16,16 @@ from kvjax import KVCacheDType, KVCacheValueError
 from kvjax.ops.options import (
     MAX_WINDOW,
     WINDOW_BLOCK_SIZE,
+    Limits,
     WindowSpans,
     as_bool,
     as_limits,
-    as_window,
     buckets,
     num_reached_blocks,
 )
-from kvjax_torch.arguments.attention import ragged_plan
+from kvjax_torch.arguments.attention import checked_softmax, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
-from kvjax_torch.arguments.dtypes import dtype_name
+from kvjax_torch.arguments.dtypes import dtype_name, order_name
 from kvjax_torch.arguments.plan import (
     Encoding,
     RaggedPlan,
@@ -46,10 +46,12 @@ from kvjax_torch.exact_window import (
     ExactWindow,
     check_rows,
     check_sizes,
+    check_type,
     check_window,
     empty_pages,
     write_recent,
 )
+from kvjax_torch.launch import tape
 from kvjax_torch.ops import launches_kernels, reshape_and_cache_flash
 
 
@@ -127,88 +129,147 @@ def exact_window_attention(
         the cache's, or rows of another shape. In `kvjax.checked()` also a row that the window does not have, for a
         sequence with new tokens.
     """
-    tensors = {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "window_rows": window_rows}
-    check_window(exact_window, key_cache, value_cache, tensors)
-    scales = as_tensors(k_scale, v_scale, key_cache)
-    check_tensors(**({} if sinks is None else {"sinks": sinks}))
-    given = {"key_cache": key_cache, "value_cache": value_cache, "k_scale": scales[0], "v_scale": scales[1]}
-    given_sinks = () if sinks is None else (sinks,)
-    refuse_gradient("exact_window_attention", **given, **({} if sinks is None else {"sinks": sinks}))
-    _check_tokens(exact_window, query, key, value)
-    limits: dict[str, Any] = {"max_q_len": max_q_len, "max_prompts": max_prompts, "decode_q_len": decode_q_len}
-    num_tokens, sizes = query.shape[0], as_limits(**limits)
-    served = buckets(sizes, num_tokens, len(seq_lens), batch_invariant=batch_invariant)
-    longest = min(sizes.max_q_len or num_tokens, num_tokens)
-    step = _NewTokens(exact_window, (seq_lens, cu_q_lens, window_rows), num_tokens, longest)
-    unique_slots = as_bool("unique_slots", unique_slots)
+    given = {"query": query, "key": key, "value": value, "key_cache": key_cache, "value_cache": value_cache}
+    given |= {"block_table": block_table, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens, "window_rows": window_rows}
+    optional: dict[str, Any] = {"sinks": sinks, "slot_mapping": slot_mapping}
+    check_tensors(**given, **{name: x for name, x in optional.items() if x is not None})
+    check_type(exact_window)
+    call = _WindowCall(
+        **given,
+        **optional,
+        window=exact_window,
+        scales=as_tensors(k_scale, v_scale, key_cache),
+        scales_of_ring=as_tensors(*MODEL_DTYPE[1:], key_cache),
+        encoding=Encoding(dtype_name(kv_cache_dtype), order_name(v_scale_layout)),
+        softmax=checked_softmax(SoftmaxOptions(sm_scale, sliding_window, logits_soft_cap, sinks, batch_invariant)),
+        limits=as_limits(max_q_len, max_prompts, decode_q_len),
+        query_quantization=as_bool("query_quantization", query_quantization),
+        unique_slots=as_bool("unique_slots", unique_slots),
+    )
+    if not launches_kernels(*call.tensors()) or kvjax.is_checked():
+        return _serve(call, launches_kernels(*call.tensors()))
+    arguments = [_serve, *call.tensors(), *call.facts()]
+    return tape.call(lambda: (_serve(call, True),), arguments, call.written())[0]
+
+
+class _WindowCall(NamedTuple):
+    """A call of `exact_window_attention`: its arguments, of which each has a type that it may have."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_q_lens: torch.Tensor
+    window_rows: torch.Tensor
+    sinks: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    window: ExactWindow
+    scales: tuple[torch.Tensor, torch.Tensor]
+    scales_of_ring: tuple[torch.Tensor, torch.Tensor]
+    encoding: Encoding
+    softmax: SoftmaxOptions
+    limits: Limits
+    query_quantization: bool
+    unique_slots: bool
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, those that are written first."""
+        written = self.window.key_cache, self.window.value_cache, self.key_cache, self.value_cache
+        read = self.query, self.key, self.value, self.block_table, self.seq_lens, self.cu_q_lens, self.window_rows
+        optional = [x for x in (self.sinks, self.slot_mapping) if x is not None]
+        return [*written, *read, *self.scales, *self.scales_of_ring, *optional]
+
+    def written(self) -> range:
+        """Which of these are written."""
+        return range(2 if self.slot_mapping is None else 4)
+
+    def facts(self) -> list[Any]:
+        """What else the call depends on."""
+        softmax = self.softmax._replace(sinks=None)
+        optional = self.sinks is None, self.slot_mapping is None
+        sizes = self.window.size, self.window.max_q_len
+        return [*self.encoding, *softmax, *self.limits, self.query_quantization, self.unique_slots, *optional, *sizes]
+
+
+def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
+    """Runs a call, by launching kernels itself or through torch's dispatcher."""
+    query, window, softmax, limits = call.query, call.window, call.softmax, call.limits
+    sequences, num_tokens = (call.seq_lens, call.cu_q_lens, call.window_rows), query.shape[0]
+    _check(call)
+    served = buckets(limits, num_tokens, len(call.seq_lens), batch_invariant=softmax.batch_invariant)
+    longest = min(limits.max_q_len or num_tokens, num_tokens)
+    step = _NewTokens(window, sequences, (call.key, call.value), num_tokens, longest, launches)
     places = step.places(min(served.decode_q_len, served.max_q_len))
     if kvjax.is_checked():
-        check_rows("window_rows", window_rows, places.q_lens > 0, exact_window.num_rows)
-    options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, **limits}
-    options["batch_invariant"] = batch_invariant
-    window = as_window(sliding_window)
-    softmax = SoftmaxOptions(sm_scale, window, logits_soft_cap, sinks, batch_invariant)
-    of_pages = ReadTensors(key_cache, value_cache, block_table, places.far_lens, *scales)
-    one = as_tensors(*MODEL_DTYPE[1:], key_cache)
-    of_ring = ReadTensors(exact_window.key_cache, exact_window.value_cache, places.table, places.near_lens, *one)
+        check_rows("window_rows", call.window_rows, places.q_lens > 0, window.num_rows)
+    of_pages = ReadTensors(call.key_cache, call.value_cache, call.block_table, places.far_lens, *call.scales)
+    of_ring = ReadTensors(window.key_cache, window.value_cache, places.table, places.near_lens, *call.scales_of_ring)
     plans = []
     # Before the ring is written.
     for read, encoding, in_fp8 in (
-        (of_pages, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), query_quantization),
+        (of_pages, call.encoding, call.query_quantization),
         (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
-        plans.append(ragged_plan(query, read, cu_q_lens, encoding, softmax, sizes, in_fp8))
-        check_sizes(exact_window, plans[-1].attention.cache.spec)
+        plans.append(ragged_plan(query, read, call.cu_q_lens, encoding, softmax, limits, in_fp8))
+        check_sizes(window, plans[-1].attention.cache.spec)
     to_pages = None
-    if slot_mapping is not None:
-        written = WriteTensors(key, value, key_cache, value_cache, slot_mapping, *scales)
-        to_pages = _PagesWrite(written, Encoding(dtype_name(kv_cache_dtype), v_scale_layout), unique_slots)
+    if call.slot_mapping is not None:
+        tensors = WriteTensors(call.key, call.value, call.key_cache, call.value_cache, call.slot_mapping, *call.scales)
+        to_pages = _PagesWrite(tensors, call.encoding, call.unique_slots)
         to_pages.check(num_tokens)
-    over_pages, stored_as = (query, key_cache, value_cache, block_table), (kv_cache_dtype, k_scale, v_scale)
-    if not len(seq_lens):  # all rows are padding
+    options: dict[str, Any] = {"sm_scale": softmax.sm_scale, "logits_soft_cap": softmax.logits_soft_cap}
+    options |= {"batch_invariant": softmax.batch_invariant, **limits._asdict()}
+    dtype, order = call.encoding
+    over_pages, stored_as = (query, *of_pages[:3]), (dtype, *call.scales)
+    if not len(call.seq_lens):  # all rows are padding
         if to_pages is not None:
             to_pages.run()
-        return ragged_paged_attention(*over_pages, seq_lens, cu_q_lens, *stored_as, sinks=sinks, **options)
-    spans = WindowSpans.of(window, exact_window.size)
-    if spans.reaches_pages and launches_kernels(query, key, value, *of_pages, *of_ring, cu_q_lens, *given_sinks):
+        return ragged_paged_attention(
+            *over_pages, call.seq_lens, call.cu_q_lens, *stored_as, sinks=softmax.sinks, **options
+        )
+    spans = WindowSpans.of(softmax.sliding_window, window.size)
+    if spans.reaches_pages and launches:
         both = windows.BothCaches(
-            _plans(plans[0], plans[1], spans), query, (of_pages, of_ring), cu_q_lens, places, sinks
+            _plans(plans[0], plans[1], spans), query, (of_pages, of_ring), call.cu_q_lens, places, softmax.sinks
         )
         parts = windows.parts_of(both)
         if parts is not None:
-            recent = step.write((key, value), places, to_pages)
+            recent = step.write(places, to_pages)
             results = windows.attend(both.over(*recent), parts)
             outs, lses = zip(*results, strict=True)
             return merge_attention_states(outs, lses)[0] if len(outs) > 1 else outs[0]
     if to_pages is not None:
-        recent = step.write((key, value), places, to_pages)
+        recent = step.write(places, to_pages)
     others = []
     if spans.reaches_pages:
         others.append(
             ragged_paged_attention(
                 *over_pages,
                 places.far_lens,
-                cu_q_lens,
+                call.cu_q_lens,
                 *stored_as,
-                v_scale_layout=v_scale_layout,
+                v_scale_layout=order,
                 sliding_window=spans.far,
                 return_lse=True,
-                query_quantization=query_quantization,
+                query_quantization=call.query_quantization,
                 **options,
             )
         )
     if to_pages is None:  # after a call that may be refused
-        recent = step.write((key, value), places)
+        recent = step.write(places)
     near = ragged_paged_attention(
         query,
         recent[0],
         recent[1],
         places.table,
         places.near_lens,
-        cu_q_lens,
+        call.cu_q_lens,
         *MODEL_DTYPE,
         sliding_window=spans.near,
-        sinks=sinks,
+        sinks=softmax.sinks,
         return_lse=True,
         **options,
     )
@@ -232,7 +293,9 @@ def write_exact_window(
     window_rows: torch.Tensor,
 ) -> None:
     """Writes a step's tokens to a window, in place, as `exact_window_attention` does; for other attention."""
-    _update_ring(exact_window, (seq_lens, cu_q_lens, window_rows), (key, value), len(key))
+    sequences, rows = (seq_lens, cu_q_lens, window_rows), (key, value)
+    launches = launches_kernels(exact_window.key_cache, exact_window.value_cache, *sequences, *rows)
+    _NewTokens(exact_window, sequences, rows, len(key), len(key), launches).update_ring()
 
 
 class _PagesWrite(NamedTuple):
@@ -270,14 +333,18 @@ class _NewTokens(NamedTuple):
     Attributes:
       window: the window.
       sequences: `seq_lens`, `cu_q_lens` and `window_rows` as callers give them.
+      rows: keys and values.
       num_tokens: rows of the step.
       longest: most new tokens of a sequence.
+      launches: whether to launch kernels, past torch's dispatcher.
     """
 
     window: ExactWindow
     sequences: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    rows: tuple[torch.Tensor, torch.Tensor]
     num_tokens: int
     longest: int
+    launches: bool
 
     @property
     def has_room(self) -> bool:
@@ -294,20 +361,32 @@ class _NewTokens(NamedTuple):
         room = (self.num_tokens, self.num_columns(1)) if self.has_room else None
         sizes = window.num_rows, window.size, window.blocks_per_row, self.num_columns(self.longest), decode_q_len
         step = WindowStep(*self.sequences, *sizes, room)
-        is_here = len(step.seq_lens) and launches_kernels(*self.sequences)
-        return windows.places(step) if is_here else eager_windows.places(step)
+        return windows.places(step) if self.launches and len(step.seq_lens) else eager_windows.places(step)
 
-    def write(
-        self, new: tuple[torch.Tensor, torch.Tensor], places: WindowPlaces, to_pages: _PagesWrite | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, places: WindowPlaces, to_pages: _PagesWrite | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values; returns where queries see them, the ring or a copy of its rows with the step's."""
         window = self.window
         recent = window.key_cache, window.value_cache
         if places.old is not None and places.slots is not None:
             recent = self._copied(places.old.flatten())
-            write_recent(*new, recent, places.slots)
-        _update_ring(window, self.sequences, new, self.longest, to_pages)
+            write_recent(*self.rows, recent, places.slots)
+        self.update_ring(to_pages)
         return recent
+
+    def update_ring(self, to_pages: _PagesWrite | None = None) -> None:
+        """Writes the last tokens of sequences to the window, and all to the pages if asked: on a GPU in one kernel."""
+        window, pages = self.window, (self.window.key_cache, self.window.value_cache)
+        # One of two numbers, for a kernel is compiled for it.
+        kept = window.tokens_per_row if self.has_room else window.max_q_len
+        ring = RingTensors(*pages, *self.sequences, window.blocks_per_row, kept)
+        if self.launches and to_pages is None:
+            windows.update(*self.rows, ring)
+        elif self.launches and to_pages is not None:
+            windows.write(*to_pages, ring)
+        else:
+            if to_pages is not None:
+                to_pages.run()
+            write_recent(*self.rows, pages, eager_windows.ring_slots(ring, self.num_tokens))
 
     def _copied(self, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of blocks of the ring, with room for the step's tokens behind them."""
@@ -321,42 +400,23 @@ class _NewTokens(NamedTuple):
         return pages
 
 
-def _update_ring(
-    window: ExactWindow,
-    sequences: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    new: tuple[torch.Tensor, torch.Tensor],
-    longest: int,
-    to_pages: _PagesWrite | None = None,
-) -> None:
-    """Writes a step's tokens to the window, and to the pages if asked: on a GPU in one kernel.
-
-    `sequences` are `seq_lens`, `cu_q_lens` and `window_rows`; `new` are keys and values.
-    """
-    pages = window.key_cache, window.value_cache
-    # One of two numbers, for a kernel is compiled for it.
-    kept = window.max_q_len if longest <= window.max_q_len else window.tokens_per_row
-    ring = RingTensors(*pages, *sequences, window.blocks_per_row, kept)
-    if launches_kernels(*new, *pages, *sequences, *(() if to_pages is None else to_pages.tensors)):
-        if to_pages is None:
-            windows.update(*new, ring)
-        else:
-            windows.write(*to_pages, ring)
-        return
-    if to_pages is not None:
-        to_pages.run()
-    write_recent(*new, pages, eager_windows.ring_slots(ring, len(new[0])))
-
-
-def _check_tokens(window: ExactWindow, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Raises if a step's tokens are not those of the window, before anything is written."""
-    check_tensors(query=query, key=key, value=value)
-    refuse_gradient("exact_window_attention", query=query, key=key, value=value)
-    check_devices(window.key_cache, query=query, key=key, value=value)
-    of_head = {"key": window.key_cache.shape[2:], "value": window.value_cache.shape[2:]}
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        expected = of_head.get(name, (*tensor.shape[1:2], window.key_cache.shape[3]))
-        if tensor.ndim != 3 or tensor.shape != (query.shape[0], *expected):
+def _check(call: _WindowCall) -> None:
+    """Raises if a call's tensors do not belong together, before anything is written."""
+    indices = {"block_table": call.block_table, "seq_lens": call.seq_lens, "cu_q_lens": call.cu_q_lens}
+    check_window(call.window, call.key_cache, call.value_cache, indices | {"window_rows": call.window_rows})
+    given = {"key_cache": call.key_cache, "value_cache": call.value_cache}
+    given |= {"k_scale": call.scales[0], "v_scale": call.scales[1]}
+    if call.sinks is not None:
+        given["sinks"] = call.sinks
+    tokens = {"query": call.query, "key": call.key, "value": call.value}
+    refuse_gradient("exact_window_attention", **given, **tokens)
+    ring, num_tokens = call.window.key_cache, call.query.shape[0]
+    check_devices(ring, **tokens)
+    of_head = {"key": ring.shape[2:], "value": call.window.value_cache.shape[2:]}
+    for name, tensor in tokens.items():
+        expected = of_head.get(name, (*tensor.shape[1:2], ring.shape[3]))
+        if tensor.ndim != 3 or tensor.shape != (num_tokens, *expected):
             raise KVCacheValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {(query.shape[0], *expected)}, of"
+                f"{name}: got shape {tuple(tensor.shape)}, expected {(num_tokens, *expected)}, of"
                 f" {'[num_tokens, num_heads, head_size]' if name == 'query' else 'the query and exact_window'}"
             )

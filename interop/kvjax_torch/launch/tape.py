@@ -9,7 +9,7 @@ addresses replay the recording. A call in which torch itself computes something 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,10 @@ type Results = tuple[torch.Tensor, ...]
 
 _tapes: dict[Any, Tape | None] = {}
 _lock = threading.Lock()
+
+
+type Overlap = tuple[int, int, int]
+"""Two arguments, and the bytes from the start of one to that of the other."""
 
 
 class TapedPlace(NamedTuple):
@@ -80,12 +84,14 @@ class Tape(NamedTuple):
       results: of the call.
       workspace: bytes of all temporary arrays.
       extents: bytes of each argument, from its first element to its last.
+      overlaps: those of the arguments that the recorded call wrote with others, which it allowed.
     """
 
     launches: tuple[TapedLaunch, ...]
     results: tuple[TapedResult, ...]
     workspace: int
     extents: tuple[int, ...]
+    overlaps: frozenset[Overlap]
 
 
 class Recording(TorchDispatchMode):
@@ -135,13 +141,14 @@ def _is_view(operation: Any, arguments: Sequence[Any], result: Any) -> bool:
     return are_tensors and all(view.untyped_storage().data_ptr() == start for view in views)
 
 
-def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor: int | None = None) -> Results:
+def call(serve: Callable[[], Results], arguments: Sequence[Any], written: Iterable[int] = ()) -> Results:
     """Replays a call on plain CUDA tensors if its kind is known; otherwise runs and records it. Returns its results.
 
     Args:
       serve: runs the call; launches kernels by `running.run` only.
       arguments: everything that the call depends on: the function that implements it, tensors, numbers, strings, None.
-      written_tensor: the index, among the tensors of `arguments`, of an output tensor, which must not overlap another.
+      written: which of the tensors of `arguments` it writes. A call runs if one of these overlaps another argument
+        otherwise than in the recorded call.
     """
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -151,8 +158,8 @@ def call(serve: Callable[[], Results], arguments: Sequence[Any], written_tensor:
     try:
         tape = _tapes[kind]
     except KeyError:
-        return _record(kind, serve, tensors)
-    if tape is None or (written_tensor is not None and _overlaps(tape, addresses, written_tensor)):
+        return _record(kind, serve, tensors, written)
+    if tape is None or not _overlaps(tape.extents, addresses, written) <= tape.overlaps:
         return serve()
     return _play(tape, tensors, addresses)
 
@@ -182,10 +189,12 @@ PAGE_DIMENSIONS = 4
 """Dimensions of a cache's pages, whose keys and values may be in the same blocks."""
 
 
-def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Tensor]) -> Results:
+def _record(
+    kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Tensor], written: Iterable[int]
+) -> Results:
     with Recording() as recording, running.recorded(recording.note):
         results = serve()
-    tape = _tape_of(recording, tensors, results) if recording.only_launches else None
+    tape = _tape_of(recording, tensors, results, written) if recording.only_launches else None
     with _lock:
         if len(_tapes) >= running.REMEMBERED:
             _tapes.clear()
@@ -193,7 +202,9 @@ def _record(kind: Any, serve: Callable[[], Results], tensors: Sequence[torch.Ten
     return results
 
 
-def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Results) -> Tape | None:
+def _tape_of(
+    recording: Recording, tensors: Sequence[torch.Tensor], results: Results, written: Iterable[int]
+) -> Tape | None:
     """The tape of a recorded call; None if an array lies in memory that the recording does not know."""
     made: list[TapedResult] = []
     starts: dict[int, TapedPlace] = {}
@@ -230,7 +241,9 @@ def _tape_of(recording: Recording, tensors: Sequence[torch.Tensor], results: Res
             return None
         num_programs = launcher.num_programs(call.amount)
         launches.append(TapedLaunch(launcher.kernel, (*kernels.packed(call.counts),), known, num_programs))
-    return Tape(tuple(launches), tuple(made), workspace, tuple(map(_extent, tensors)))
+    extents = tuple(map(_extent, tensors))
+    overlaps = _overlaps(extents, [tensor.data_ptr() for tensor in tensors], written)
+    return Tape(tuple(launches), tuple(made), workspace, extents, overlaps)
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -240,12 +253,15 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _overlaps(tape: Tape, addresses: Sequence[int], written: int) -> bool:
-    """Whether the argument that is written overlaps another."""
-    start = addresses[written]
-    end = start + tape.extents[written]
-    pairs = enumerate(zip(addresses, tape.extents, strict=True))
-    return any(i != written and other < end and start < other + extent for i, (other, extent) in pairs)
+def _overlaps(extents: Sequence[int], addresses: Sequence[int], written: Iterable[int]) -> frozenset[Overlap]:
+    """Which arguments that are written overlap others."""
+    found = set()
+    for i in written:
+        start, end = addresses[i], addresses[i] + extents[i]
+        for j, (other, extent) in enumerate(zip(addresses, extents, strict=True)):
+            if j != i and other < end and start < other + extent:
+                found.add((i, j, other - start))
+    return frozenset(found)
 
 
 def _play(tape: Tape, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Results:
