@@ -25,8 +25,12 @@ FEW, MANY = 2, 12
 """New tokens of the two calls. Their difference is steps that decode."""
 
 BASELINE = "DynamicCache, sdpa"
-CACHES = {BASELINE: None, "KvjaxCache, auto": "auto", "KvjaxCache, fp8": "fp8", "KvjaxCache, nvfp4": "nvfp4"}
-"""The dtype of each cache; None for transformers' own."""
+CACHES: dict[str, tuple[str | None, int | None]] = {
+    BASELINE: (None, None),
+    **{f"KvjaxCache, {dtype}": (dtype, None) for dtype in ("auto", "fp8", "nvfp4")},
+    "KvjaxCache, nvfp4, 64 exact": ("nvfp4", 64),
+}
+"""The dtype of each cache, None for transformers' own, and its exact tokens."""
 
 
 class Prompts(NamedTuple):
@@ -54,22 +58,23 @@ class Prompts(NamedTuple):
             model = LlamaForCausalLM(config).bfloat16().eval()
         return cls(model, torch.randint(config.vocab_size, (num_seqs, num_tokens), device=model.device))
 
-    def new_cache(self, dtype: str | None) -> Any:
+    def new_cache(self, dtype: str | None, exact_window: int | None) -> Any:
         """Returns an empty cache with room for the prompts and the new tokens."""
         if dtype is None:
             return DynamicCache(config=self.model.config)
         num_seqs, num_tokens = self.tokens.shape
         # Random keys and values have a magnitude of about 1.
-        scales: Any = {} if dtype == "auto" else {"k_scale": 0.037, "v_scale": 0.052}
+        options: Any = {} if dtype == "auto" else {"k_scale": 0.037, "v_scale": 0.052}
         blocks = num_seqs * -(-(num_tokens + MANY) // 16)
-        return KvjaxCache(self.model.config, num_blocks=blocks, kv_cache_dtype=dtype, **scales)
+        options["exact_window"] = exact_window
+        return KvjaxCache(self.model.config, num_blocks=blocks, kv_cache_dtype=dtype, **options)
 
     def generate(self, name: str, new_tokens: int) -> tuple[float, torch.Tensor]:
         """Returns the milliseconds of a call, and the new tokens `[num_seqs, new_tokens]`."""
         self.model.set_attn_implementation("sdpa" if name == BASELINE else "kvjax")
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
         options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(self.tokens)}
-        options[CACHE_ARGUMENT] = self.new_cache(CACHES[name])
+        options[CACHE_ARGUMENT] = self.new_cache(*CACHES[name])
         wait()
         start = time.perf_counter()
         found = self.model.generate(self.tokens, **options)
