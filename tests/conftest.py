@@ -158,7 +158,8 @@ def mark_samples(items: Sequence[pytest.Item]) -> None:
     here = [item for item in items if not item.get_closest_marker("gpu")]
     unmarked = [item for item in here if not (item.get_closest_marker("full") or item.get_closest_marker("nightly"))]
     leave_to("full", [item for item in unmarked if item.path.stem in SAMPLED], one_of=8, least=2)
-    leave_to("nightly", [item for item in here if item.get_closest_marker("full")], one_of=8, least=1)
+    in_ci = [item for item in here if item.get_closest_marker("full") and not item.get_closest_marker("nightly")]
+    leave_to("nightly", in_ci, one_of=8, least=1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own, which looks for the marks that -m names

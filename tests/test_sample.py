@@ -61,6 +61,14 @@ def test_of_cases_that_are_marked_full_some_are_left_to_nightly_runs():
     assert sum(case.marks == ["full"] for case in ours) == 2
 
 
+@pytest.mark.parametrize("left_out", range(3))
+def test_ci_takes_one_of_the_cases_that_are_not_left_to_nightly_runs_by_name(left_out):
+    ours = cases("test_resolve.py::test_a", 3, "full")
+    ours[left_out].add_marker("nightly")
+    conftest.mark_samples(ours)
+    assert sum(case.marks == ["full"] for case in ours) == 1
+
+
 def test_each_process_begins_with_another_gpu_and_sees_all():
     assert [conftest.rotated_gpus(f"gw{i}", ["4", "2", "7"]) for i in (0, 1, 5)] == [
         ["4", "2", "7"],
