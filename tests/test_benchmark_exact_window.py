@@ -58,7 +58,9 @@ def test_the_program_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", [CHUNKS, *(pytest.param(row, marks=pytest.mark.full) for row in (DECODES, MIXED))], ids=lambda row: row.name
+    "row",
+    [CHUNKS, *(pytest.param(row, marks=pytest.mark.nightly) for row in (DECODES, MIXED))],
+    ids=lambda row: row.name,
 )
 def test_writes_store_the_bytes_that_attend_stores(row):
     inputs = inputs_of(row)

@@ -19,7 +19,12 @@ DTYPES = [dtype.value for dtype in TIMED_DTYPES]
     ("program", "operations", "peers"),
     [
         ("swap", ["swap"], ["kvjax"]),
-        ("host_tier", ["host tier users", "host tier sequence"], ["kvjax", "computed again"]),
+        pytest.param(
+            "host_tier",
+            ["host tier users", "host tier sequence"],
+            ["kvjax", "computed again"],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_programs_measure_what_they_say(tmp_path, program, operations, peers):

@@ -70,7 +70,9 @@ EXPECTED = {
 
 
 @pytest.mark.full
-@matrix({"program": [*EXPECTED]}, few={"program": ["copies"]})
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=() if name == "attention" else pytest.mark.nightly) for name in EXPECTED]
+)
 def test_every_program_runs(tmp_path, program):
     if program == "bridge":
         pytest.importorskip("torch")

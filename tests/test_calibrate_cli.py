@@ -305,7 +305,7 @@ def test_the_methods_are_those_of_calibrate(models, text, out, options):
 CHOICE = ["--choose", "fp8_e4m3,nvfp4_4over6,int8_per_token_head", "--bits", "7"]
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("gemma3n_text", marks=pytest.mark.full)])
+@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("gemma3n_text", marks=pytest.mark.nightly)])
 def test_a_choice_is_that_of_what_attention_gets(models, text, out, capsys, model_type):
     """Whatever softmax's scale is: these models' is not `head_size ** -0.5`."""
     folder = models[model_type]
@@ -369,7 +369,7 @@ def logits_with(folder: Path, ids: Sequence[int], change: Mapping[int, Callable[
     return logits.double().log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize("model_type", ["gemma3_text", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_a_choice_by_divergence_is_that_of_predictions_with_one_layer_stored(models, text, out, model_type):
     folder = models[model_type]
     twice = (LENGTH - 1) // 2

@@ -8,7 +8,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import matrix
 
 import kvjax
 from kvjax import (
@@ -67,7 +66,9 @@ def stored(spec: kvjax.AttentionSpec, scales: kvjax.KVScales, key: np.ndarray, v
 KINDS = ["fp8_e4m3", "nvfp4_4over6", "fp8_k_nvfp4_v", "int8_k_nvfp4_4over6_v", "int8_per_token_head", "bfloat16"]
 
 
-@matrix({"dtype": KINDS}, few={"dtype": ["nvfp4_4over6"]})
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=() if dtype == "nvfp4_4over6" else pytest.mark.nightly) for dtype in KINDS]
+)
 def test_an_error_is_that_of_attention_over_stored_keys_and_values(dtype):
     samples = [sequence(0), sequence(1)]
     specs = kvjax.resolve_layer_specs(MODEL, dtype)

@@ -48,12 +48,14 @@ CASES = {
             "fp8 keys": Case("fp8_k_nvfp4_v", size=1, cap=2.0),
             "window of the layer and of its size": Case("nvfp4", size=12, sliding_window=12, sinks=True),
             "shorter window": Case("fp8_e5m2", size=33, sliding_window=5, max_q_len=3),
-            "window longer by one": Case("nvfp4", size=12, sliding_window=13, max_q_len=2),
             "blocks larger than windows": Case("nvfp4", size=5, block_size=64, max_q_len=3),
             "unquantized": Case("bfloat16", size=9),
             "window longer than texts": Case("nvfp4", size=500, max_q_len=2),
         }.items()
     },
+    "window longer by one": pytest.param(
+        Case("nvfp4", size=12, sliding_window=13, max_q_len=2), marks=pytest.mark.nightly
+    ),
 }
 
 
@@ -302,7 +304,7 @@ def test_batched_tokens_and_a_window_in_an_array_give_the_same_results():
     np.testing.assert_array_equal(batched[2].ring.kv, flat[2].ring.kv)
     case = Case(size=6)
     tokens, _ = random_tokens(case, (30, 30))
-    for sliding in (1, 6, 7, 20):
+    for sliding in (6, 7):
         static, on_device = Server(case, tokens), Server(case, tokens)
         for q_lens in ([13, 4], [1, 1], [3, 20]):
             got = on_device.step(q_lens, sliding_window=jnp.int32(sliding))

@@ -181,7 +181,7 @@ def served_users(
     return engine, found, calls
 
 
-@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.full), "pinned_host"])
+@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.nightly), "pinned_host"])
 def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens(memory: str | None):
     """Their tokens are those of a pool that holds all, none is computed twice, and an evicted prefix comes back."""
     _, expected, calls_of_all = served_users(5 * BLOCKS_OF_USER, 0)

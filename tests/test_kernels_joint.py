@@ -40,21 +40,23 @@ CASES = {
 }
 FULL = {
     "a window of pages": JointCase(pages(lengths=(0, 60, 90), window=37, sinks=True), (5, W, 30), W),
-    "a window of pages, drafts": JointCase(
-        pages(lengths=(0, 33, 90), window=7, q_len=2, q_lens=(1, 1, 2)), (5, W, 30), W
-    ),
     "without a row of the ring": JointCase(pages(lengths=(60, 5)), (0, 0), W),
-    "shorter than the window": JointCase(pages(lengths=(0, 0)), (5, W), W),
-    "nothing": JointCase(pages(lengths=(0, 0), sinks=True), (0, 0), W),
     "fp8": JointCase(pages("fp8_e4m3", lengths=(40, 3), scales="per_head", num_kv_heads=2), (W, W), W, layers=True),
     "int8": JointCase(pages("int8_per_token_head", lengths=(37, 5), group=5), (W, 30), W),
     "float16": JointCase(pages(lengths=(37,), query_dtype="float16"), (W,), W, ring_dtype="float16"),
-    "float32": JointCase(pages("fp8_e5m2", lengths=(37,)), (W,), W, ring_dtype="float32"),
     "bfloat16": JointCase(pages("bfloat16", lengths=(37, 2), head_size_v=16), (W, 30), W),
     "HND": JointCase(pages(lengths=(37, 2), layout="HND", num_kv_heads=4), (W, 30), W),
+    "one token": JointCase(pages(lengths=(37, 12)), (1, 1), 1),
+}
+NIGHTLY = {
+    "a window of pages, drafts": JointCase(
+        pages(lengths=(0, 33, 90), window=7, q_len=2, q_lens=(1, 1, 2)), (5, W, 30), W
+    ),
+    "nothing": JointCase(pages(lengths=(0, 0), sinks=True), (0, 0), W),
+    "float32": JointCase(pages("fp8_e5m2", lengths=(37,)), (W,), W, ring_dtype="float32"),
     "two passes": JointCase(pages(lengths=(37, 2, 9), group=6, q_len=4, q_lens=(4, 1, 3)), (W, 30, 23), W),
     "groups": JointCase(pages(lengths=(37, 12), group=20, sinks=True), (W, 30), W),
-    "one token": JointCase(pages(lengths=(37, 12)), (1, 1), 1),
+    "shorter than the window": JointCase(pages(lengths=(0, 0)), (5, W), W),
 }
 
 
@@ -67,8 +69,12 @@ def shares_of_a_stage(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
 
 @pytest.mark.parametrize(
     "case",
-    [*CASES.values(), *(pytest.param(case, marks=pytest.mark.full) for case in FULL.values())],
-    ids=[*CASES, *FULL],
+    [
+        *CASES.values(),
+        *(pytest.param(case, marks=pytest.mark.full) for case in FULL.values()),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY.values()),
+    ],
+    ids=[*CASES, *FULL, *NIGHTLY],
 )
 def test_interpreted_results_are_those_of_both_caches(case: JointCase):
     with interpret_mode():

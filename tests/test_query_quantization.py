@@ -86,7 +86,7 @@ def test_keys_are_gathered_by_rows_and_values_transposed_each_rounded_once(dtype
         ({"q_lens": (60,), "positions": (250,), "sinks": True, "query_dtype": jnp.bfloat16},
          PromptProblem(60, None, None), CONFIG),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
                 (of_prompts.LENGTHS | {"heads": (4, 2)}, PromptProblem(70, 50, None),
                  PromptConfig(128, 3)),
@@ -143,7 +143,7 @@ STEP = {"lengths": (90, 7, 0, 33), "q_lens": (20, 1, 0, 33)}
 OPTIONS = [
     {"dtype": "nvfp4", "sinks": True, "scales": "scalar"},
     *(
-        pytest.param(options, marks=pytest.mark.full)
+        pytest.param(options, marks=pytest.mark.nightly)
         for options in (
             {"dtype": "fp8_e4m3", "scales": "per_head", "window": 21, "layout": "HND"},
             {"dtype": "nvfp4_4over6", "cap": 5.0, "query_dtype": "float16"},

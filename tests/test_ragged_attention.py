@@ -292,7 +292,7 @@ def check_step(attend: Attend, q_lens: Any, lengths: Any, window: Any, garbage: 
 
 
 @pytest.mark.full
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**STEPS)
 def test_attention_matches_float64_for_many_steps(attend, **step):
     check_step(attend, **step)

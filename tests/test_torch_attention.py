@@ -370,14 +370,32 @@ INTERPRETED = [
     (Case("fp8_e4m3", lengths=(37, 3), layout="HND", scales="per_head", q_len=2), "padded_pages"),
     (Case("bfloat16", "float16", lengths=(17, 2), block_size=8, head_size_v=32), "offset"),
     (Case("nvfp4", lengths=(37,), v_scale_layout="swizzled", num_kv_heads=1), "two_tensors"),
-    (Case("float16", lengths=(18,), num_kv_heads=1, group=17, q_len=2, sinks=True), "one_allocation"),
-    (Case("fp8_e5m2", lengths=(9, 4), num_kv_heads=1, group=5, q_len=4, window=3), "one_allocation"),
+    pytest.param(
+        Case("float16", lengths=(18,), num_kv_heads=1, group=17, q_len=2, sinks=True),
+        "one_allocation",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        Case("fp8_e5m2", lengths=(9, 4), num_kv_heads=1, group=5, q_len=4, window=3),
+        "one_allocation",
+        marks=pytest.mark.nightly,
+    ),
     (Case("fp8_e4m3", lengths=(37, 3), num_kv_heads=4, block_size=16, scales="per_head"), "beside"),
-    (Case("bfloat16", lengths=(20, 0), layout="HND", num_kv_heads=2, block_size=16), "beside"),
-    (Case("float16", lengths=(50,), num_kv_heads=4, block_size=32, window=20), "beside"),
+    pytest.param(
+        Case("bfloat16", lengths=(20, 0), layout="HND", num_kv_heads=2, block_size=16),
+        "beside",
+        marks=pytest.mark.nightly,
+    ),
+    pytest.param(
+        Case("float16", lengths=(50,), num_kv_heads=4, block_size=32, window=20), "beside", marks=pytest.mark.nightly
+    ),
     (Case("bfloat16", lengths=(17, 2), block_size=16, head_size_v=32), "one_allocation"),
     (Case("fp8_e4m3", lengths=(20,), block_size=8), "beside"),
-    (Case("bfloat16", lengths=(37, 3), num_kv_heads=1, group=5, q_len=4, window=3, tree=True), "one_allocation"),
+    pytest.param(
+        Case("bfloat16", lengths=(37, 3), num_kv_heads=1, group=5, q_len=4, window=3, tree=True),
+        "one_allocation",
+        marks=pytest.mark.nightly,
+    ),
     (Case("nvfp4", lengths=(20, 9), num_kv_heads=1, q_len=4, sinks=True, tree=True), "one_allocation"),
 ]
 

@@ -297,7 +297,7 @@ def test_other_gpus_are_served_by_torch(monkeypatch: pytest.MonkeyPatch):
     assert not ran
 
 
-@pytest.mark.parametrize("num_tokens", [pytest.param(9, marks=pytest.mark.full), 70])
+@pytest.mark.parametrize("num_tokens", [pytest.param(9, marks=pytest.mark.nightly), 70])
 def test_keys_that_lie_too_far_apart_for_int32_are_copied(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
     """As queries are: parts of wide rows lie further apart than they are long."""
     far = torch.empty_strided((num_tokens, 2, 32), (2**30, 64, 1), dtype=torch.float16, device="meta")

@@ -220,7 +220,7 @@ PLACES = "window_places:any_window_places"
     ("case", "num_passes"),
     [
         (Case(size=6, sinks=True), 1),
-        pytest.param(Case("fp8_e4m3", size=3, sliding_window=7, max_q_len=2, cap=3.0), 1, marks=pytest.mark.full),
+        pytest.param(Case("fp8_e4m3", size=3, sliding_window=7, max_q_len=2, cap=3.0), 1, marks=pytest.mark.nightly),
         pytest.param(Case(size=6, max_q_len=3, group=6, sinks=True), 2, marks=pytest.mark.nightly),
     ],
     ids=["nvfp4", "drafts", "two passes"],

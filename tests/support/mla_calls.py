@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax import KVCacheDType, MLAAttentionSpec, mla_paged_attention
@@ -64,6 +65,15 @@ def attend(problem: Problem, q: Sequence[Any], softmax: Softmax, config: MLAConf
 
 
 PARAMETERS = "dtype", "sizes", "block_size", "q_len", "heads", "query_dtype", "window", "cap"
+
+
+def left_to_nights(cases: Sequence[Any], but: tuple[str, tuple[int, int]]) -> list[Any]:
+    """The cases, those marked `full` of another dtype and sizes than `but` marked `nightly` instead."""
+    kept = [not hasattr(case, "marks") or case.values[:2] == but for case in cases]
+    return [
+        case if is_kept else pytest.param(*case.values, marks=pytest.mark.nightly)
+        for case, is_kept in zip(cases, kept, strict=True)
+    ]
 
 
 def check(
