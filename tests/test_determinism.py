@@ -30,10 +30,7 @@ RUNS = [
     pytest.param("xla", STORED_KV_CACHE_DTYPES, id="xla-every-dtype", marks=pytest.mark.full),
     pytest.param("mosaic", STORED_KV_CACHE_DTYPES, id="mosaic", marks=pytest.mark.gpu),
 ]
-INTERPRETED = [
-    pytest.param("interpreted", FEW_DTYPES[2:], id="interpreted"),
-    pytest.param("interpreted", FEW_DTYPES, id="interpreted-every-kind", marks=pytest.mark.nightly),
-]
+INTERPRETED = [pytest.param("interpreted", FEW_DTYPES, id="interpreted", marks=pytest.mark.full)]
 
 
 @pytest.fixture(autouse=True)
