@@ -114,11 +114,21 @@ def test_torch_finds_the_same_on_cpu_tensors(step, with_room):
     counts, arrays = arguments(STEPS[step], with_room, 9, 5)
     given = {name: torch.tensor(np.asarray(arrays[name])) for name in ("seq_lens", "cu_q_lens", "window_rows")}
     sizes = {name: counts[name] for name in ("num_rows", "size", "blocks_per_row", "columns", "decode_q_len")}
-    room = (counts["num_tokens"], counts["num_old"]) if with_room else None
+    room = plan.WindowRoom(counts["num_tokens"], counts["num_old"]) if with_room else None
     got = places(plan.WindowStep(**given, **sizes, room=room))._asdict()
     for name, x in expected(STEPS[step], counts, with_room).items():
         assert got[name].dtype is torch.int32
         np.testing.assert_array_equal(got[name].numpy(), x, err_msg=name)
+
+
+def test_the_longest_length_takes_its_blocks():
+    sequences = [(2**31 - 1, 40, 0), (40, 3, 1)]
+    counts, arrays = arguments(sequences, True, 9, 3)
+    kernel = kernels.window_places_kernel(with_room=True)
+    with interpret_mode():
+        got = kernel.of_arrays([counts[name] for name in kernel.counts], 2, arrays)
+        for name, x in expected(sequences, counts, True).items():
+            np.testing.assert_array_equal(np.asarray(got[name]).reshape(x.shape), x, err_msg=name)
 
 
 def test_a_length_below_zero_is_that_of_no_tokens():

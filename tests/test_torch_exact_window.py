@@ -212,8 +212,8 @@ DECODED = ["attention.any_joint:_decode_of_any_count", "attention.any_joint:_mer
 STEP = ["prompts.schedule:any_schedule", *DECODED, "prompts.transfer:any_placement"]
 """The kernels of a step without prompts, after its write."""
 
-PLACES = "window_places:any_window_places"
-"""The kernel before it."""
+BEFORE = ["window_places:any_window_places", "write.window:any_ring"]
+"""Those before them, where the tokens are in the pages."""
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_interpreted_rows_that_decode_take_one_kernel_for_both_caches(
     got = [server.step([11, 0])]
     ran = request.getfixturevalue("kernels_of_steps")
     got.append(server.step([case.max_q_len, 1]))
-    assert ran == [PLACES, ran[1], STEP[0], *DECODED * num_passes, STEP[-1]]
+    assert ran == [*BEFORE, STEP[0], *DECODED * num_passes, STEP[-1]]
     for number, one in enumerate(wanted):
         each = np.concatenate([of_step[number] for of_step in got])
         np.testing.assert_allclose(each, one[: len(each)], atol=0.03, rtol=0)
@@ -421,13 +421,46 @@ def test_a_window_of_tensors_that_are_no_ring_is_refused():
         kvjax_torch.ExactWindow(None, None, 20)
 
 
-def test_padding_without_sequences_sees_nothing():
+@pytest.mark.parametrize("max_q_len", [1, None])
+def test_padding_without_sequences_sees_nothing(max_q_len: int | None):
     none = {"block_table": torch.zeros(0, 1).int(), "seq_lens": torch.zeros(0).int(), "cu_q_lens": torch.zeros(1).int()}
-    call = small_call(**none, window_rows=torch.zeros(0).int())
+    call = small_call(**none, window_rows=torch.zeros(0).int(), max_q_len=max_q_len)
     assert not kvjax_torch.exact_window_attention(**call).any()
     assert not call["exact_window"].key_cache.any()
     kvjax_torch.exact_window_attention(**call, slot_mapping=torch.tensor([3, -1]))
     assert call["key_cache"].sum() == call["key"][0].sum()
+
+
+GARBAGE = 10**6  # no block
+
+
+@pytest.mark.parametrize(
+    ("q_len", "sliding_window", "first_seen"),
+    [(1, None, 0), (20, None, 0), (1, 32, 168 // 8), (20, 32, 148 // 8), (1, 8, 192 // 8)],
+    ids=["decodes", "chunks", "a window", "chunks in a window", "a window that reaches no page"],
+)
+def test_checked_mode_takes_what_queries_may_see(q_len: int, sliding_window: int | None, first_seen: int):
+    """Entries of blocks before a sliding window may be anything."""
+    table = torch.arange(50).view(2, 25).int()
+    table[:, :first_seen] = GARBAGE
+    rows = {name: torch.ones(2 * q_len, heads, 16) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
+    pages = torch.zeros(50, 2, 8, 2, 16)
+    call = small_call(
+        **rows,
+        key_cache=pages[:, 0],
+        value_cache=pages[:, 1],
+        block_table=table,
+        seq_lens=torch.tensor([200, 200]),
+        cu_q_lens=torch.arange(3) * q_len,
+        max_q_len=q_len,
+        sliding_window=sliding_window,
+    )
+    found = []
+    for mode in (True, False):
+        call["exact_window"] = kvjax_torch.ExactWindow.allocate(2, 16, 2, 16, dtype=torch.float32)
+        with kvjax.checked(mode):
+            found.append(kvjax_torch.exact_window_attention(**call))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(

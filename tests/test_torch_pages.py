@@ -64,6 +64,14 @@ def test_writes_through_the_views_store_the_bytes_that_jax_stores(
     np.testing.assert_array_equal(pages.view(torch.uint8).numpy(), np.asarray(expected.kv).view(np.uint8))
 
 
+@pytest.mark.parametrize(("padded", "start"), [(65_537, 0), (65_536, 1)])
+def test_a_pool_whose_bytes_do_not_fit_elements_is_refused(padded: int, start: int):
+    spec = spec_of(KVCacheDType.BFLOAT16, page_size_padded=padded)
+    pages = torch.zeros(NUM_BLOCKS * padded + 2, dtype=torch.uint8)[start:][: NUM_BLOCKS * padded]
+    with pytest.raises(KVCacheValueError, match=r"kv_cache: got address .*, expected multiples of 2"):
+        kvjax_torch.split_kv_cache(pages.view(NUM_BLOCKS, padded), spec)
+
+
 def test_they_are_views_of_pages_that_lie_apart():
     spec = spec_of()
     layers = torch.zeros(NUM_BLOCKS, 4, *spec.cache_shape(1)[1:], dtype=torch.uint8)

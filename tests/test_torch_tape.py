@@ -402,7 +402,7 @@ def test_a_known_step_beside_a_window_is_launched_from_its_recording(recorder: R
     assert len(first) == len(second) == 6
     own, others = addresses(calls[1]), addresses(calls[0])
     entries = [entry for launch, _ in second for entry in launch]
-    assert own - {call.data_ptr() for call in (calls[1]["key_cache"],)} <= {*entries}
+    assert own <= {*entries}
     assert not {*entries} & (others - own)
     for (one, programs), (other, other_programs) in zip(first, second, strict=True):
         assert (len(one), programs) == (len(other), other_programs)
@@ -415,7 +415,15 @@ def test_a_known_step_beside_a_window_is_launched_from_its_recording(recorder: R
         {"slot_mapping": None},
         {"batch_invariant": True},
         {"sliding_window": 30},
-        {"exact_window": "another size"},
+        {"logits_soft_cap": 5.0},
+        {"sm_scale": 0.1},
+        {"sinks": torch.zeros(2 * NUM_HEADS)},
+        {"v_scale_layout": "swizzled"},
+        {"query_quantization": True},
+        {"max_prompts": 1},
+        {"decode_q_len": 2},
+        {"size": 25},
+        {"window_max_q_len": 2},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -423,9 +431,9 @@ def test_an_option_beside_a_window_makes_another_kind(
     recorder: Recorder, served_windows: list[Any], change: dict[str, Any]
 ):
     del recorder
-    if "exact_window" in change:
-        change = {"exact_window": kvjax_torch.ExactWindow.allocate(NUM_SEQS, 25, NUM_HEADS, HEAD_SIZE)}
-    for changes in ({}, change, {}, change):
+    size, most = change.pop("size", 24), change.pop("window_max_q_len", 1)
+    window = kvjax_torch.ExactWindow.allocate(NUM_SEQS, size, NUM_HEADS, HEAD_SIZE, max_q_len=most)
+    for changes in ({}, {**change, "exact_window": window}):
         kvjax_torch.exact_window_attention(**beside_window(**changes))
     assert len(served_windows) == 2
 
@@ -442,6 +450,23 @@ def test_a_step_that_would_write_over_an_argument_is_left_to_the_checks(recorder
     with pytest.raises(KVCacheError, match="overlaps"):
         kvjax_torch.exact_window_attention(**beside_window(**apart | {"value_cache": pool[1 : NUM_BLOCKS + 1]}))
     assert len(recorder.launches) == 1  # which finds where tokens are, and writes to neither
+
+
+def test_scales_that_a_step_would_write_over_each_other_are_left_to_the_checks(
+    recorder: Recorder, served_windows: list[Any]
+):
+    """Scales of each token and head in tensors of their own, which a step with slots writes."""
+    rows = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.int8) for _ in range(2)]
+    pool = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
+    call = {"kv_cache_dtype": "int8_per_token_head", "key_cache": rows[0], "value_cache": rows[1]}
+    call |= {"k_scale": pool[:NUM_BLOCKS], "v_scale": pool[NUM_BLOCKS : 2 * NUM_BLOCKS]}
+    for _ in range(2):
+        kvjax_torch.exact_window_attention(**beside_window(**call))
+    assert len(served_windows) == 1
+    recorder.launches.clear()
+    with pytest.raises(KVCacheError, match="overlaps"):
+        kvjax_torch.exact_window_attention(**beside_window(**call | {"v_scale": pool[1 : NUM_BLOCKS + 1]}))
+    assert len(recorder.launches) == 1
 
 
 def test_a_call_that_raises_is_not_known(recorder: Recorder):

@@ -249,21 +249,11 @@ def _run_from_torch(spec: FullAttentionSpec, unique_slots: bool, batch: Batch, *
         _run_on_tensors(spec, unique_slots, batch, iter(tensors))
 
 
-def _caches(spec: FullAttentionSpec, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the keys and the values of a cache's array."""
-    is_hnd, pages = spec.layout is CacheLayout.HND, kv.flatten(1)
-    sizes = [sum(row) // kv.element_size() for row in spec.row_bytes]
-    halves = pages.split([spec.block_size * spec.num_kv_heads * size for size in sizes], dim=1)
-    inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
-    keys, values = (half.unflatten(1, (*inner, size)) for half, size in zip(halves, sizes, strict=True))
-    return (keys.transpose(1, 2), values.transpose(1, 2)) if is_hnd else (keys, values)
-
-
 def _run_on_tensors(spec: FullAttentionSpec, unique_slots: bool, batch: Batch, tensors: Iterator[torch.Tensor]) -> None:
     import kvjax_torch
 
     key, value, kv, slots, k_scale, v_scale, table, lengths = itertools.islice(tensors, 8)
-    caches, stored = _caches(spec, kv), (spec.dtype.value, k_scale, v_scale)
+    caches, stored = kvjax_torch.split_kv_cache(kv, spec), (spec.dtype.value, k_scale, v_scale)
     layout = {"v_scale_layout": spec.v_scale_layout.value}
     kvjax_torch.reshape_and_cache_flash(key, value, *caches, slots, *stored, **layout, unique_slots=unique_slots)
     keys, values = kvjax_torch.gather_kv(*caches, table, lengths, *stored, **layout)

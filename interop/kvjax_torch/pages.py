@@ -24,12 +24,13 @@ def split_kv_cache(kv_cache: torch.Tensor, spec: AttentionSpec) -> tuple[torch.T
       spec: the layer's.
 
     Returns:
-      `[num_blocks, block_size, num_kv_heads, row]` each, of `kv_cache`'s dtype; from the bytes of a shared pool, of the
-      dtype of the stored elements.
+      `[num_blocks, block_size, num_kv_heads, row]` each, of `kv_cache`'s dtype; of float32, float16 or bfloat16 in a
+      shared pool's bytes, of that dtype.
 
     Raises:
       KVCacheTypeError: no tensor, no spec of keys and values, or a dtype of another size.
-      KVCacheValueError: another shape, or pages that are not contiguous.
+      KVCacheValueError: another shape, pages that are not contiguous, or a shared pool's at addresses that their
+        elements do not fit.
     """
     check_tensors(kv_cache=kv_cache)
     if not isinstance(spec, AttentionSpec) or spec.is_mla:
@@ -45,8 +46,13 @@ def split_kv_cache(kv_cache: torch.Tensor, spec: AttentionSpec) -> tuple[torch.T
     if not kv_cache[:1].is_contiguous():
         raise KVCacheValueError(f"kv_cache: got strides {kv_cache.stride()}, expected contiguous pages")
     pages, is_hnd = kv_cache.flatten(1), spec.layout is CacheLayout.HND
-    if spec.array_dtype != spec.storage_dtype and spec.storage_dtype.itemsize > 1:  # a shared pool's bytes
-        pages = pages.view(torch_dtype(spec.storage_dtype))
+    if (size := spec.storage_dtype.itemsize) > kv_cache.element_size():  # a shared pool's bytes
+        if (kv_cache.data_ptr() | kv_cache.stride(0)) % size:
+            raise KVCacheValueError(
+                f"kv_cache: got address {kv_cache.data_ptr():#x} and {kv_cache.stride(0)} bytes from page to page,"
+                f" expected multiples of {size}, the bytes of a {spec.storage_dtype}"
+            )
+        pages = pages[:, : spec.real_page_size_bytes].view(torch_dtype(spec.storage_dtype))
     inner = (spec.num_kv_heads, spec.block_size) if is_hnd else (spec.block_size, spec.num_kv_heads)
     rows, num_rows = [sum(row) // pages.element_size() for row in spec.row_bytes], math.prod(inner)
     pages = pages.narrow(1, 0, num_rows * sum(rows))

@@ -25,7 +25,7 @@ from kvjax.ops.options import (
 )
 from kvjax_torch.arguments.attention import checked_softmax, ragged_plan
 from kvjax_torch.arguments.checks import check_devices, check_tensors, refuse_gradient
-from kvjax_torch.arguments.dtypes import dtype_name, order_name
+from kvjax_torch.arguments.dtypes import dtype_name, has_scale_tensors, order_name
 from kvjax_torch.arguments.plan import (
     Encoding,
     RaggedPlan,
@@ -33,6 +33,7 @@ from kvjax_torch.arguments.plan import (
     RingTensors,
     SoftmaxOptions,
     WindowPlaces,
+    WindowRoom,
     WindowStep,
     WriteTensors,
 )
@@ -146,14 +147,15 @@ def exact_window_attention(
         query_quantization=as_bool("query_quantization", query_quantization),
         unique_slots=as_bool("unique_slots", unique_slots),
     )
-    if not launches_kernels(*call.tensors()) or kvjax.is_checked():
-        return _serve(call, launches_kernels(*call.tensors()))
-    arguments = [_serve, *call.tensors(), *call.facts()]
-    return tape.call(lambda: (_serve(call, True),), arguments, call.written())[0]
+    tensors = call.tensors()
+    launches = launches_kernels(*tensors)
+    if not launches or kvjax.is_checked():
+        return _serve(call, launches)
+    return tape.call(lambda: (_serve(call, True),), [_serve, *tensors, *call.facts()], call.written())[0]
 
 
 class _WindowCall(NamedTuple):
-    """A call of `exact_window_attention`: its arguments, of which each has a type that it may have."""
+    """A call of `exact_window_attention`: its arguments, their types checked."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -176,15 +178,26 @@ class _WindowCall(NamedTuple):
     unique_slots: bool
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, those that are written first."""
-        written = self.window.key_cache, self.window.value_cache, self.key_cache, self.value_cache
+        """All tensors, those that may be written first."""
+        written = self.window.key_cache, self.window.value_cache, self.key_cache, self.value_cache, *self.scales
         read = self.query, self.key, self.value, self.block_table, self.seq_lens, self.cu_q_lens, self.window_rows
-        optional = [x for x in (self.sinks, self.slot_mapping) if x is not None]
-        return [*written, *read, *self.scales, *self.scales_of_ring, *optional]
+        return [*written, *read, *self.scales_of_ring, *(x for x in (self.sinks, self.slot_mapping) if x is not None)]
 
     def written(self) -> range:
-        """Which of these are written."""
-        return range(2 if self.slot_mapping is None else 4)
+        """Which of these are written: the ring, and with slots the pages, with scales of each token and head."""
+        if self.slot_mapping is None:
+            return range(2)
+        return range(6 if has_scale_tensors(self.scales[0]) else 4)
+
+    def stored_as(self) -> tuple[Any, ...]:
+        """The pages' dtype and scales, as operations take them."""
+        return self.encoding.kv_cache_dtype, *self.scales
+
+    def options(self) -> dict[str, Any]:
+        """The options of attention over either cache."""
+        softmax = self.softmax
+        options: dict[str, Any] = {"sm_scale": softmax.sm_scale, "logits_soft_cap": softmax.logits_soft_cap}
+        return options | {"batch_invariant": softmax.batch_invariant, **self.limits._asdict()}
 
     def facts(self) -> list[Any]:
         """What else the call depends on."""
@@ -202,17 +215,20 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
     served = buckets(limits, num_tokens, len(call.seq_lens), batch_invariant=softmax.batch_invariant)
     longest = min(limits.max_q_len or num_tokens, num_tokens)
     step = _NewTokens(window, sequences, (call.key, call.value), num_tokens, longest, launches)
-    places = step.places(min(served.decode_q_len, served.max_q_len))
+    places = step.places(served.decode_q_len)
     if kvjax.is_checked():
         check_rows("window_rows", call.window_rows, places.q_lens > 0, window.num_rows)
     of_pages = ReadTensors(call.key_cache, call.value_cache, call.block_table, places.far_lens, *call.scales)
     of_ring = ReadTensors(window.key_cache, window.value_cache, places.table, places.near_lens, *call.scales_of_ring)
     plans = []
-    # Before the ring is written.
+    # Before the ring is written. Checked mode looks at no block table here: a window's ring or copy is not there yet,
+    # and of the pages what queries see is less than plans say.
+    nothing = torch.zeros_like(call.seq_lens) if kvjax.is_checked() else call.seq_lens
     for read, encoding, in_fp8 in (
         (of_pages, call.encoding, call.query_quantization),
         (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
+        read = read._replace(seq_lens=nothing)
         plans.append(ragged_plan(query, read, call.cu_q_lens, encoding, softmax, limits, in_fp8))
         check_sizes(window, plans[-1].attention.cache.spec)
     to_pages = None
@@ -220,15 +236,17 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
         tensors = WriteTensors(call.key, call.value, call.key_cache, call.value_cache, call.slot_mapping, *call.scales)
         to_pages = _PagesWrite(tensors, call.encoding, call.unique_slots)
         to_pages.check(num_tokens)
-    options: dict[str, Any] = {"sm_scale": softmax.sm_scale, "logits_soft_cap": softmax.logits_soft_cap}
-    options |= {"batch_invariant": softmax.batch_invariant, **limits._asdict()}
-    dtype, order = call.encoding
-    over_pages, stored_as = (query, *of_pages[:3]), (dtype, *call.scales)
     if not len(call.seq_lens):  # all rows are padding
         if to_pages is not None:
             to_pages.run()
         return ragged_paged_attention(
-            *over_pages, call.seq_lens, call.cu_q_lens, *stored_as, sinks=softmax.sinks, **options
+            query,
+            *of_pages[:3],
+            call.seq_lens,
+            call.cu_q_lens,
+            *call.stored_as(),
+            sinks=softmax.sinks,
+            **call.options(),
         )
     spans = WindowSpans.of(softmax.sliding_window, window.size)
     if spans.reaches_pages and launches:
@@ -241,19 +259,24 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
             results = windows.attend(both.over(*recent), parts)
             outs, lses = zip(*results, strict=True)
             return merge_attention_states(outs, lses)[0] if len(outs) > 1 else outs[0]
+    return _attend_apart(call, step, places, spans, to_pages)
+
+
+def _attend_apart(
+    call: _WindowCall, step: _NewTokens, places: WindowPlaces, spans: WindowSpans, to_pages: _PagesWrite | None
+) -> torch.Tensor:
+    """Writes a step's tokens, attends over pages and over the ring by calls of their own, and merges the results."""
+    options = call.options() | {"return_lse": True}
     if to_pages is not None:
         recent = step.write(places, to_pages)
     others = []
     if spans.reaches_pages:
         others.append(
             ragged_paged_attention(
-                *over_pages,
-                places.far_lens,
-                call.cu_q_lens,
-                *stored_as,
-                v_scale_layout=order,
+                *(call.query, call.key_cache, call.value_cache, call.block_table, places.far_lens, call.cu_q_lens),
+                *call.stored_as(),
+                v_scale_layout=call.encoding.v_scale_layout,
                 sliding_window=spans.far,
-                return_lse=True,
                 query_quantization=call.query_quantization,
                 **options,
             )
@@ -261,16 +284,9 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
     if to_pages is None:  # after a call that may be refused
         recent = step.write(places)
     near = ragged_paged_attention(
-        query,
-        recent[0],
-        recent[1],
-        places.table,
-        places.near_lens,
-        call.cu_q_lens,
-        *MODEL_DTYPE,
+        *(call.query, *recent, places.table, places.near_lens, call.cu_q_lens, *MODEL_DTYPE),
         sliding_window=spans.near,
-        sinks=softmax.sinks,
-        return_lse=True,
+        sinks=call.softmax.sinks,
         **options,
     )
     outs, lses = zip(near, *others, strict=True)
@@ -294,7 +310,7 @@ def write_exact_window(
 ) -> None:
     """Writes a step's tokens to a window, in place, as `exact_window_attention` does; for other attention."""
     sequences, rows = (seq_lens, cu_q_lens, window_rows), (key, value)
-    launches = launches_kernels(exact_window.key_cache, exact_window.value_cache, *sequences, *rows)
+    launches = launches_kernels(*rows, exact_window.key_cache, exact_window.value_cache, *sequences)
     _NewTokens(exact_window, sequences, rows, len(key), len(key), launches).update_ring()
 
 
@@ -313,7 +329,6 @@ class _PagesWrite(NamedTuple):
 
     def check(self, num_tokens: int) -> None:
         """Raises if it cannot run, before anything is written."""
-        check_tensors(slot_mapping=self.tensors.slot_mapping)
         write_plan(self.tensors, self.encoding)
         if len(self.tensors.slot_mapping) != num_tokens:
             raise KVCacheValueError(
@@ -358,10 +373,11 @@ class _NewTokens(NamedTuple):
     def places(self, decode_q_len: int) -> WindowPlaces:
         """Where the step's tokens are."""
         window = self.window
-        room = (self.num_tokens, self.num_columns(1)) if self.has_room else None
+        num_seqs = len(self.sequences[0])
+        room = WindowRoom(self.num_tokens, self.num_columns(1)) if self.has_room and num_seqs else None
         sizes = window.num_rows, window.size, window.blocks_per_row, self.num_columns(self.longest), decode_q_len
         step = WindowStep(*self.sequences, *sizes, room)
-        return windows.places(step) if self.launches and len(step.seq_lens) else eager_windows.places(step)
+        return windows.places(step) if self.launches and num_seqs else eager_windows.places(step)
 
     def write(self, places: WindowPlaces, to_pages: _PagesWrite | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes keys and values; returns where queries see them, the ring or a copy of its rows with the step's."""

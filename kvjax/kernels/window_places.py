@@ -204,4 +204,4 @@ def _splat(number: jax.Array) -> jax.Array:
 
 def _divided_up(x: jax.Array, divisor: int) -> jax.Array:
     """The quotient by a power of two, rounded up, of a number that is not negative."""
-    return (x + (divisor - 1)) >> divisor.bit_length() - 1
+    return (x >> divisor.bit_length() - 1) + ((x & divisor - 1) > 0).astype(jnp.int32)

@@ -28,6 +28,18 @@ class WriteTensors(NamedTuple):
     v_scale: torch.Tensor
 
 
+class WindowRoom(NamedTuple):
+    """What queries see in place of a window's ring: copies of rows, and behind them a step's tokens.
+
+    Attributes:
+      num_tokens: rows of the step.
+      num_old: blocks of a row that are copied.
+    """
+
+    num_tokens: int
+    num_old: int
+
+
 class WindowStep(NamedTuple):
     """A step beside an exact window.
 
@@ -40,8 +52,7 @@ class WindowStep(NamedTuple):
       blocks_per_row: blocks of a row.
       columns: the most blocks that the queries of a sequence see.
       decode_q_len: most rows of a sequence that decodes.
-      room: if queries see a copy of the sequences' rows and the step's tokens behind them, the number of these, and of
-        blocks of a row; None if they see the ring itself.
+      room: what queries see; None if that is the ring itself.
     """
 
     seq_lens: torch.Tensor
@@ -52,7 +63,7 @@ class WindowStep(NamedTuple):
     blocks_per_row: int
     columns: int
     decode_q_len: int
-    room: tuple[int, int] | None
+    room: WindowRoom | None
 
 
 class WindowPlaces(NamedTuple):
@@ -60,11 +71,11 @@ class WindowPlaces(NamedTuple):
 
     Attributes:
       near_lens: `[num_seqs]`, tokens from the block of the oldest one that a query sees in the window.
-      far_lens: `[num_seqs]`, tokens before the last ones.
+      far_lens: `[num_seqs]`, tokens before the last `size`.
       decoding_lens: `[num_seqs]`, the same, 0 for a sequence that does not decode.
       q_lens: `[num_seqs]`, new tokens.
       table: `[num_seqs, columns]`, the blocks for `near_lens`, -1 without a row.
-      old: `[num_seqs, blocks of a row]`, the blocks of the ring to copy; None without room.
+      old: `[num_seqs, num_old]`, the blocks of the ring to copy; None without room.
       slots: `[num_tokens]`, where new tokens go behind the copies, or -1; None without room.
     """
 

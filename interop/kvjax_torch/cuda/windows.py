@@ -56,7 +56,7 @@ def places(step: WindowStep) -> WindowPlaces:
     lengths = empty(num_seqs), empty(num_seqs), empty(num_seqs), empty(num_seqs)
     found = WindowPlaces(*lengths, empty(num_seqs, step.columns))
     if room is not None:
-        found = found._replace(old=empty(num_seqs, room[1]), slots=empty(room[0]))
+        found = found._replace(old=empty(num_seqs, room.num_old), slots=empty(room.num_tokens))
     with choosing.one_at_a_time:
         kernel = kernels.window_places_kernel(with_room=room is not None)
     given = step.seq_lens, step.cu_q_lens, step.window_rows

@@ -23,8 +23,8 @@ def places(step: WindowStep) -> WindowPlaces:
     near_lens = of.lens - first_block * WINDOW_BLOCK_SIZE
     lengths = near_lens, far_lens, torch.where(decodes, far_lens, 0), of.q_lens
 
-    def in_ring(columns: torch.Tensor) -> torch.Tensor:
-        block = rows[:, None] * step.blocks_per_row + (first_block[:, None] + columns) % step.blocks_per_row
+    def in_ring(column: torch.Tensor) -> torch.Tensor:
+        block = rows[:, None] * step.blocks_per_row + (first_block[:, None] + column) % step.blocks_per_row
         return torch.where(rows[:, None] >= 0, block, -1)
 
     if step.room is None:

@@ -22,8 +22,8 @@ from kvjax_torch.launch.loading import Kernel
 ALIGNMENT = 512
 """Alignment of temporary arrays, in bytes: that of torch's allocator."""
 
-ADDRESS_BYTES = 16
-"""A kind includes each address modulo this: the largest alignment that an attention kernel is compiled for."""
+ADDRESS_BYTES = 64
+"""A kind includes each address modulo this: the largest alignment that a kernel is compiled for."""
 
 _ATEN = torch.ops.aten
 ALLOCATIONS = frozenset(
@@ -147,8 +147,8 @@ def call(serve: Callable[[], Results], arguments: Sequence[Any], written: Iterab
     Args:
       serve: runs the call; launches kernels by `running.run` only.
       arguments: everything that the call depends on: the function that implements it, tensors, numbers, strings, None.
-      written: which of the tensors of `arguments` it writes. A call runs if one of these overlaps another argument
-        otherwise than in the recorded call.
+      written: which of the tensors of `arguments` it writes. A call is served, not replayed, if one of these overlaps
+        another argument otherwise than in the recorded call.
     """
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
     addresses = [tensor.data_ptr() for tensor in tensors]

@@ -207,7 +207,7 @@ class KvjaxLayer(CacheLayerMixin):
         keys, values = self._read(step, self.num_tokens + num_new, key_states.dtype)
         if (recent := self._steps.recent[self._index]) is not None:
             window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
-            rows = torch.arange(num_seqs, device=key_states.device)
+            rows = torch.arange(num_seqs, dtype=torch.int32, device=key_states.device)
             write_exact_window(window, *_by_token(key_states, value_states), step.seq_lens, step.cu_q_lens, rows)
             recent.restore(window, keys, values)
         self._steps.leave(self._index, num_new)
@@ -249,7 +249,7 @@ class KvjaxLayer(CacheLayerMixin):
             del arguments["tree_mask"]  # which a window does not take
             key, value = _by_token(key_states, value_states, step.stored)
             window = recent.begin(key_states, self._steps.on_host(self._index), step, self._stored())
-            rows = torch.arange(num_seqs, device=query.device)
+            rows = torch.arange(num_seqs, dtype=torch.int32, device=query.device)
             arguments |= {"key": key, "value": value, "exact_window": window, "window_rows": rows}
         with torch.autocast(query.device.type, enabled=False):
             out = _attention(query, step, arguments)
