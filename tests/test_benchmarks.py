@@ -70,15 +70,13 @@ EXPECTED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=() if name == "attention" else pytest.mark.nightly) for name in EXPECTED]
-)
-def test_every_program_runs(tmp_path, program):
-    if program == "bridge":
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.nightly] * (x != "attention")) for x in EXPECTED])
+def test_every_program_runs(tmp_path, name):
+    if name == "bridge":
         pytest.importorskip("torch")
-    flags = ["--exact_windows=20"] if program == "serve" else []
-    skipped = assert_measures(tmp_path, program, EXPECTED[program], *flags, devices=2 if program == "sharded" else 1)
-    if program == "write":
+    flags = ["--exact_windows=20"] if name == "serve" else []
+    skipped = assert_measures(tmp_path, name, EXPECTED[name], *flags, devices=2 if name == "sharded" else 1)
+    if name == "write":
         assert "FlashInfer" in skipped
 
 
