@@ -65,7 +65,7 @@ RAISED = pytest.mark.parametrize(
     ("dtype", "sizes"),
     [
         ("bfloat16", (128, 64)),
-        ("float16", (128, 16)),
+        pytest.param("float16", (128, 16), marks=pytest.mark.nightly),
         pytest.param("fp8_ds_mla", (512, 16), marks=pytest.mark.full),
     ],
 )
@@ -125,7 +125,10 @@ def test_on_a_gpu_many_sequences_of_one_tile_are_each_their_own():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "sizes", "heads"), [("bfloat16", (128, 16), 4), ("fp8_ds_mla", (512, 64), 40)])
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "heads"),
+    [("bfloat16", (128, 16), 4), pytest.param("fp8_ds_mla", (512, 64), 40, marks=pytest.mark.nightly)],
+)
 def test_the_operations_run_the_kernel(dtype, sizes, heads):
     """With layers, blocks that are not in the cache, and rows that are no sequence's."""
     spec = spec_of(dtype, sizes, 16)

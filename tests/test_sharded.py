@@ -42,7 +42,7 @@ QUICK = "within_shard_map", "layers", "checked_values", "blocks_out_of_range_are
     ("axis_type", "formats", "checks"),
     [
         ("Auto", "few", QUICK),
-        pytest.param("Explicit", "few", (), marks=pytest.mark.full),
+        pytest.param("Explicit", "few", (), marks=pytest.mark.nightly),
         pytest.param("Auto", "few", (), marks=pytest.mark.nightly),
         pytest.param("Explicit", "full", (), marks=pytest.mark.nightly),
     ],

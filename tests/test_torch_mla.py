@@ -239,7 +239,7 @@ def test_results_go_to_memory_of_any_alignment(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda, emulated"])
-@pytest.mark.parametrize(("name", "window"), [("nvfp4", None), ("bfloat16", 4)])
+@pytest.mark.parametrize(("name", "window"), [("nvfp4", None), pytest.param("bfloat16", 4, marks=pytest.mark.full)])
 def test_ragged_attention_is_that_of_jax(name: str, window: int | None, device: str, monkeypatch: pytest.MonkeyPatch):
     """With rows of no sequence; on a GPU by attention of padded sequences, of which one is longer than it may be.
 
