@@ -88,10 +88,11 @@ def arguments(
     {
         "step": [*STEPS],
         "with_room": [False, True],
-        "columns": [4, 1, 9, 200],
+        "columns": [6, 1, 9, 200],
         "padding": [0, 5],
     },
-    few={"columns": [4, 9], "padding": [5]},
+    few={"columns": [6, 9], "padding": [5]},
+    pairs=True,
 )
 def test_the_interpreted_kernel_stores_what_its_definition_says(step, with_room, columns, padding):
     sequences = STEPS[step]
@@ -119,6 +120,15 @@ def test_torch_finds_the_same_on_cpu_tensors(step, with_room):
     for name, x in expected(STEPS[step], counts, with_room).items():
         assert got[name].dtype is torch.int32
         np.testing.assert_array_equal(got[name].numpy(), x, err_msg=name)
+
+
+def test_rows_before_the_first_sequence_are_nowhere():
+    counts, arrays = arguments([(20, 3, 1), (20, 1, 2)], True, 4, 0)
+    kernel = kernels.window_places_kernel(with_room=True)
+    arrays["cu_q_lens"] += jnp.array([2, 0, 0], jnp.int32)  # the first sequence has one token
+    with interpret_mode():
+        slots = kernel.of_arrays([counts[name] for name in kernel.counts], 2, arrays)["slots"]
+        assert ((np.asarray(slots) >= 0) == [False, False, True, True]).all()
 
 
 def test_the_longest_length_takes_its_blocks():

@@ -178,21 +178,22 @@ class _Places:
     def store_slots(
         self, own: jax.Array, sequence: _WindowSequence, block_of: Callable[[jax.Array], jax.Array]
     ) -> None:
-        """Stores the slots of a sequence's new tokens; the last one's, also those of the tokens behind."""
+        """Stores the slots of a sequence's rows; the first one's also those before, the last one's those behind."""
         num_tokens = self.counts["num_tokens"]
         start, end = (jnp.clip(bound, 0, num_tokens) for bound in (sequence.start, sequence.end))
-        start = jnp.where(own == 0, 0, start)
+        first = jnp.where(own == 0, 0, start)
         stop = jnp.where(own == self.counts["num_seqs"] - 1, num_tokens, end)
 
         def store_some(i: jax.Array, _: None) -> None:
-            token = start + self.thread + i * THREADS
+            token = first + self.thread + i * THREADS
             position = sequence.length - (sequence.end - token)
             block = block_of((position >> _SHIFT) - sequence.first_block)
-            is_written = (position >= 0) & (token < end) & (block >= 0)
+            # Positions below 0 have no column.
+            is_written = (token >= start) & (token < end) & (block >= 0)
             slot = jnp.where(is_written, block * BLOCK_SIZE + (position & BLOCK_SIZE - 1), -1)
             lanes.store_global(self.arrays["slots"], token, slot, token < stop)
 
-        lax.fori_loop(0, _divided_up(jnp.maximum(stop - start, 0), THREADS), store_some, None)
+        lax.fori_loop(0, _divided_up(jnp.maximum(stop - first, 0), THREADS), store_some, None)
 
 
 _SHIFT = BLOCK_SIZE.bit_length() - 1

@@ -83,11 +83,12 @@ class _StepSequences(NamedTuple):
         return torch.arange(count, device=self.lens.device)
 
     def tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[num_tokens]` twice: each new token's sequence, and its position, -1 for padding."""
+        """`[num_tokens]` twice: each row's sequence, and its token's position, -1 for rows of no sequence."""
         token = self.numbers(num_tokens)
         seq = torch.searchsorted(self.ends, token, right=True)
         is_token = seq < len(self.lens)
         seq = seq.clamp(max=max(len(self.lens) - 1, 0))
+        is_token &= token >= self.starts[seq]
         return seq, torch.where(is_token, self.lens[seq] - (self.ends[seq] - token), -1)
 
 
