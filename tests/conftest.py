@@ -105,7 +105,7 @@ SAMPLED = {
     *("test_kernels_any_count", "test_kernels_arithmetic", "test_kernels_attention", "test_kernels_compile"),
     *("test_kernels_gather", "test_kernels_interpret", "test_kernels_prompts", "test_layers"),
     *("test_migrating", "test_mixed_dtypes", "test_mla", "test_mla_formats", "test_quant", "test_ragged_attention"),
-    *("test_sharded_compile", "test_step", "test_torch_pages", "test_torch_prompts", "test_torch_ragged"),
+    *("test_sharded_compile", "test_step", "test_torch_prompts", "test_torch_ragged"),
     *("test_torch_write", "test_transformers_cache", "test_vllm_plugin", "test_write", "test_write_in_place"),
 }
 """Modules whose cases each compile programs or import a library: an eighth of a test's cases is in every run."""

@@ -21,7 +21,7 @@ BLOCKS_PER_ROW = 4
 STEPS = {
     "one": [(75, 20, 2)],
     "decodes": [(100, 1, 0), (7, 1, 1), (0, 0, -1), (41, 2, 4), (64, 0, 2), (30, 1, 9), (200, 1, -1), (3, 3, 3)],
-    "chunks": [(70, 70, 0), (300, 1, 1), (0, 0, 2), (90, 33, -1), (16, 16, 3), (5, 9, 4), (130, 50, 4)],
+    "chunks": [(80, 80, 0), (300, 1, 1), (0, 0, 2), (90, 33, -1), (16, 16, 3), (5, 9, 4), (130, 50, 4)],
     "many": [(int(x) % 90, int(x) % 4, int(x) % 7 - 1) for x in np.random.default_rng(0).integers(0, 1000, 300)],
 }
 """Sequences: their tokens, their new ones, their rows of the window."""

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.helpers import matrix
 
 import kvjax
 from kvjax import (
@@ -37,9 +38,14 @@ def poisoned(spec: FullAttentionSpec) -> np.ndarray:
     return np.full(size, POISON, np.uint8).view(spec.array_dtype).reshape(spec.cache_shape(NUM_BLOCKS))
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_size_v": 32}, {"page_size_padded": 65_536}], ids=str)
-@pytest.mark.parametrize("layout", CacheLayout)
-@pytest.mark.parametrize("dtype", STORED_KV_CACHE_DTYPES)
+@matrix(
+    {
+        "dtype": STORED_KV_CACHE_DTYPES,
+        "layout": [*CacheLayout],
+        "changes": [{}, {"head_size_v": 32}, {"page_size_padded": 65_536}],
+    },
+    pairs=True,
+)
 def test_writes_through_the_views_store_the_bytes_that_jax_stores(
     dtype: KVCacheDType, layout: CacheLayout, changes: dict[str, Any]
 ):
