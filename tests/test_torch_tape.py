@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -340,10 +341,10 @@ def test_a_result_that_would_overlap_an_argument_is_left_to_the_checks(
     assert recorder.served == served + 1
 
 
-def beside_window(**changes: Any) -> dict[str, Any]:
+def beside_window(window: Mapping[str, int] = MappingProxyType({}), **changes: Any) -> dict[str, Any]:
     """A step of `exact_window_attention` in which all sequences decode, with memory of its own."""
     key_cache, value_cache = pages("nvfp4")
-    window = kvjax_torch.ExactWindow.allocate(NUM_SEQS, 24, NUM_HEADS, HEAD_SIZE)
+    sizes = {"num_rows": NUM_SEQS, "size": 24, "num_kv_heads": NUM_HEADS, "head_size": HEAD_SIZE, **window}
     rows = torch.zeros(NUM_SEQS, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
     return {
         "query": torch.zeros(NUM_SEQS, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16),
@@ -354,7 +355,7 @@ def beside_window(**changes: Any) -> dict[str, Any]:
         "block_table": torch.zeros(NUM_SEQS, 5, dtype=torch.int32),
         "seq_lens": torch.full((NUM_SEQS,), 40, dtype=torch.int32),
         "cu_q_lens": torch.arange(NUM_SEQS + 1, dtype=torch.int32),
-        "exact_window": window,
+        "exact_window": kvjax_torch.ExactWindow.allocate(**sizes),
         "window_rows": torch.arange(NUM_SEQS, dtype=torch.int32),
         "kv_cache_dtype": "nvfp4",
         "k_scale": torch.tensor(0.5),
@@ -417,56 +418,53 @@ def test_a_known_step_beside_a_window_is_launched_from_its_recording(recorder: R
         {"sliding_window": 30},
         {"logits_soft_cap": 5.0},
         {"sm_scale": 0.1},
-        {"sinks": torch.zeros(2 * NUM_HEADS)},
+        {"sinks": SINKS},
         {"v_scale_layout": "swizzled"},
         {"query_quantization": True},
         {"max_prompts": 1},
         {"decode_q_len": 2},
-        {"size": 25},
-        {"window_max_q_len": 2},
+        {"window": {"size": 25}},
+        {"window": {"max_q_len": 2}},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=str,
 )
-def test_an_option_beside_a_window_makes_another_kind(
-    recorder: Recorder, served_windows: list[Any], change: dict[str, Any]
-):
-    del recorder
-    size, most = change.pop("size", 24), change.pop("window_max_q_len", 1)
-    window = kvjax_torch.ExactWindow.allocate(NUM_SEQS, size, NUM_HEADS, HEAD_SIZE, max_q_len=most)
-    for changes in ({}, {**change, "exact_window": window}):
+def test_an_option_beside_a_window_makes_another_kind(served_windows: list[Any], change: dict[str, Any]):
+    for changes in ({}, change):
         kvjax_torch.exact_window_attention(**beside_window(**changes))
     assert len(served_windows) == 2
 
 
-def test_a_step_that_would_write_over_an_argument_is_left_to_the_checks(recorder: Recorder, served_windows: list[Any]):
-    """Keys and values a block apart: their offset is beyond a block, and no part of the kind."""
-    row = ROW["nvfp4"]
-    pool = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, row, dtype=torch.uint8)
-    apart = {"key_cache": pool[:NUM_BLOCKS], "value_cache": pool[NUM_BLOCKS : 2 * NUM_BLOCKS]}
-    for _ in range(2):
-        kvjax_torch.exact_window_attention(**beside_window(**apart))
-    assert len(served_windows) == 1
-    recorder.launches.clear()
-    with pytest.raises(KVCacheError, match="overlaps"):
-        kvjax_torch.exact_window_attention(**beside_window(**apart | {"value_cache": pool[1 : NUM_BLOCKS + 1]}))
-    assert len(recorder.launches) == 1  # which finds where tokens are, and writes to neither
+NVFP4_POOL = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, ROW["nvfp4"], dtype=torch.uint8)
+SCALE_POOL = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
+INT8_ROWS = {
+    name: torch.zeros(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.int8)
+    for name in ("key_cache", "value_cache")
+}
 
 
-def test_scales_that_a_step_would_write_over_each_other_are_left_to_the_checks(
-    recorder: Recorder, served_windows: list[Any]
+@pytest.mark.parametrize(
+    ("call", "names", "pool"),
+    [
+        ({}, ("key_cache", "value_cache"), NVFP4_POOL),
+        (INT8_ROWS | {"kv_cache_dtype": "int8_per_token_head"}, ("k_scale", "v_scale"), SCALE_POOL),
+    ],
+    ids=["pages", "scales of each token and head"],
+)
+def test_a_step_that_would_write_over_an_argument_is_left_to_the_checks(
+    recorder: Recorder, served_windows: list[Any], call: dict[str, Any], names: tuple[str, str], pool: torch.Tensor
 ):
-    """Scales of each token and head in tensors of their own, which a step with slots writes."""
-    rows = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.int8) for _ in range(2)]
-    pool = torch.zeros(3 * NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
-    call = {"kv_cache_dtype": "int8_per_token_head", "key_cache": rows[0], "value_cache": rows[1]}
-    call |= {"k_scale": pool[:NUM_BLOCKS], "v_scale": pool[NUM_BLOCKS : 2 * NUM_BLOCKS]}
+    """Where two tensors that it writes overlap; their offset is beyond a block, and no part of the kind."""
+
+    def in_pool(start: int) -> dict[str, Any]:
+        return call | {names[0]: pool[:NUM_BLOCKS], names[1]: pool[start : start + NUM_BLOCKS]}
+
     for _ in range(2):
-        kvjax_torch.exact_window_attention(**beside_window(**call))
+        kvjax_torch.exact_window_attention(**beside_window(**in_pool(NUM_BLOCKS)))
     assert len(served_windows) == 1
     recorder.launches.clear()
     with pytest.raises(KVCacheError, match="overlaps"):
-        kvjax_torch.exact_window_attention(**beside_window(**call | {"v_scale": pool[1 : NUM_BLOCKS + 1]}))
-    assert len(recorder.launches) == 1
+        kvjax_torch.exact_window_attention(**beside_window(**in_pool(1)))
+    assert len(recorder.launches) == 1  # which finds where tokens are, and writes to neither
 
 
 def test_a_call_that_raises_is_not_known(recorder: Recorder):

@@ -223,12 +223,12 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
     plans = []
     # Before the ring is written. Checked mode looks at no block table here: a window's ring or copy is not there yet,
     # and of the pages what queries see is less than plans say.
-    nothing = torch.zeros_like(call.seq_lens) if kvjax.is_checked() else call.seq_lens
+    planned_lens = torch.zeros_like(call.seq_lens) if kvjax.is_checked() else call.seq_lens
     for read, encoding, in_fp8 in (
         (of_pages, call.encoding, call.query_quantization),
         (of_ring, Encoding(MODEL_DTYPE[0]), False),
     ):
-        read = read._replace(seq_lens=nothing)
+        read = read._replace(seq_lens=planned_lens)
         plans.append(ragged_plan(query, read, call.cu_q_lens, encoding, softmax, limits, in_fp8))
         check_sizes(window, plans[-1].attention.cache.spec)
     to_pages = None
@@ -395,14 +395,14 @@ class _NewTokens(NamedTuple):
         # One of two numbers, for a kernel is compiled for it.
         kept = window.tokens_per_row if self.has_room else window.max_q_len
         ring = RingTensors(*pages, *self.sequences, window.blocks_per_row, kept)
-        if self.launches and to_pages is None:
-            windows.update(*self.rows, ring)
-        elif self.launches and to_pages is not None:
-            windows.write(*to_pages, ring)
-        else:
+        if not self.launches:
             if to_pages is not None:
                 to_pages.run()
             write_recent(*self.rows, pages, eager_windows.ring_slots(ring, self.num_tokens))
+        elif to_pages is None:
+            windows.update(*self.rows, ring)
+        else:
+            windows.write(*to_pages, ring)
 
     def _copied(self, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of blocks of the ring, with room for the step's tokens behind them."""
