@@ -254,15 +254,24 @@ def product(
     return multiplied
 
 
-def sum_of_products(pairs: Sequence[tuple[Ref, Ref]]) -> jax.Array:
-    """The sum of `a @ b.T` of pairs of references to shared memory, `[64, k]` and `[n, k]`: float32 `[64, n]`."""
+def sum_of_products(
+    pairs: Sequence[tuple[Ref, Ref]], meanwhile: Callable[[], None], later: Sequence[tuple[Ref, Ref]]
+) -> jax.Array:
+    """The sum of `a @ b.T` of pairs of references to shared memory, `[64, k]` and `[n, k]`: float32 `[64, n]`.
+
+    `meanwhile` is called when the products of `pairs` have started, and before those of `later` do.
+    """
     if interpreting():
         plgpu.commit_smem()  # as in `product`
-        products = [jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in pairs]
+        meanwhile()
+        products = [jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in (*pairs, *later)]
         return functools.reduce(jnp.add, products)
 
     def multiply(accumulator: Accumulator) -> jax.Array:
         for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        meanwhile()
+        for a, b in later:
             plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
         return accumulator[...]
 

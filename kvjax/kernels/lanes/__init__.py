@@ -29,10 +29,10 @@ from kvjax.kernels.lanes.copies import copy_bulk as copy_bulk
 from kvjax.kernels.lanes.copies import copy_or_clear as copy_or_clear
 from kvjax.kernels.lanes.copies import end_group_of_copies as end_group_of_copies
 from kvjax.kernels.lanes.copies import initialize_barriers as initialize_barriers
+from kvjax.kernels.lanes.copies import show_to_tensor_cores as show_to_tensor_cores
 from kvjax.kernels.lanes.copies import wait_before_copies as wait_before_copies
 from kvjax.kernels.lanes.copies import wait_for_barrier as wait_for_barrier
 from kvjax.kernels.lanes.copies import wait_for_block as wait_for_block
-from kvjax.kernels.lanes.copies import wait_for_copies_of_block as wait_for_copies_of_block
 from kvjax.kernels.lanes.copies import wait_for_own_copies as wait_for_own_copies
 from kvjax.kernels.lanes.copies import wait_for_warps as wait_for_warps
 from kvjax.kernels.lanes.warps import any_in_warp as any_in_warp

@@ -48,40 +48,47 @@ def wait_before_copies() -> None:
         _statement("fence.proxy.async.shared::cta; bar.sync 0;")
 
 
-def wait_for_copies_of_block() -> None:
-    """Waits for each thread's `copy_or_clear`, whose bytes tensor cores then see, and for all threads of the block."""
-    _statement("cp.async.wait_all; fence.proxy.async.shared::cta; bar.sync 0;")
-
-
 FIRST_BARRIER = 8
 """The first of the barriers that `wait_for_warps` takes; a thread block has 16, and Mosaic uses those before."""
 
 
 def wait_for_warps(group: jax.Array, warps: int) -> None:
     """A barrier of `warps` warps of a block, those of `group`, 0 to 7; a register, equal in all threads of a warp."""
+    _at_barrier_of_warps("bar.sync", group, warps)
+
+
+def arrive_for_warps(group: jax.Array, warps: int) -> None:
+    """Arrives at a barrier of `wait_for_warps` without waiting; not in interpret mode."""
+    _at_barrier_of_warps("bar.arrive", group, warps)
+
+
+def _at_barrier_of_warps(instruction: str, group: jax.Array, warps: int) -> None:
     if compat.interpreting():
         plgpu.commit_smem()
         return
 
     def run(_: Context, barrier: Lowered) -> None:
-        ptx.inline(f"bar.sync $0, {warps * LANES};", [to_word(barrier)], [], clobber="~{memory}")
+        ptx.inline(f"{instruction} $0, {warps * LANES};", [to_word(barrier)], [], clobber="~{memory}")
 
     plgpu.inline_mgpu(arg_types=(LAYOUT,))(run)(group + FIRST_BARRIER)
 
 
-def arrive_for_warps(group: int, warps: int) -> None:
-    """Arrives at a barrier of `wait_for_warps` without waiting; tensor cores then see what threads have stored."""
-    _statement(f"fence.proxy.async.shared::cta; bar.arrive {group + FIRST_BARRIER}, {warps * LANES};")
+def show_to_tensor_cores() -> None:
+    """Lets tensor cores see what the thread has stored, or its copies that have arrived, after the next barrier."""
+    if not compat.interpreting():
+        _statement("fence.proxy.async.shared::cta;")
 
 
 def end_group_of_copies() -> None:
     """Makes each thread's `copy_or_clear` since the last call a group, which may be empty."""
-    _statement("cp.async.commit_group;")
+    if not compat.interpreting():
+        _statement("cp.async.commit_group;")
 
 
 def wait_for_own_copies(later: int) -> None:
     """Waits for each thread's own groups of copies but for the `later` last ones."""
-    _statement(f"cp.async.wait_group {later};")
+    if not compat.interpreting():
+        _statement(f"cp.async.wait_group {later};")
 
 
 class Copy(NamedTuple):

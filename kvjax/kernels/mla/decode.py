@@ -1,15 +1,22 @@
 """The MLA kernel: attention of 64 query rows of a sequence over its latents.
 
-A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles of 64. A
-result of 64 by 512 takes the registers of two warpgroups, each of which weights its half of the latents. One of them
-computes logits and weights, which it stores over the tile's rope keys, and the other copies the next tile meanwhile.
+A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles. A result of
+64 by 512 takes the registers of two warpgroups, each of which weights its half of the latents of every tile. They take
+turns: each computes the logits and weights of every second tile, which is its own, and the products of one are
+multiplied while the other computes weights, copies or decodes.
+
+```
+warpgroup 0   logits 0   -                weights 0   latents 0   copy 2   logits 2   weighted 1   weights 2   ...
+warpgroup 1   logits 1   weighted 0       weights 1   latents 1   copy 3   logits 3   weighted 2   weights 3   ...
+```
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +33,7 @@ from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, ma
 from kvjax.kernels.mla import exchange
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
-from kvjax.kernels.mla.tiles import (
-    COPIES,
-    LOGITS,
-    LOTS,
-    ROWS,
-    SLOTS,
-    TOKENS,
-    Source,
-    Tiles,
-    rows_by_lane,
-    rows_of_lot,
-)
+from kvjax.kernels.mla.tiles import AT_ONCE, ROWS, WARPGROUPS, Source, Tiles, rows_by_lane, rows_of_lot
 from kvjax.kernels.registers import LANES
 
 
@@ -59,7 +55,7 @@ class Segment:
 
 
 class RowSums(NamedTuple):
-    """What rows have seen, float32 `[64]` each, as `attention.softmax.Sums`."""
+    """What rows have seen, float32 `[64]` each, as `attention.softmax.Sums`: `total` and `top` of own tiles alone."""
 
     largest: jax.Array
     total: jax.Array
@@ -121,76 +117,83 @@ class LatentDecode:
             start = jnp.maximum(length - problem.reach, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         segment = Segment(sequence * problem.table_stride, length, start, end)
-        self.tiles.wait_for_copies()  # until all have read the tiles of the segment before
-        warpgroup = lax.axis_index("warpgroup")
-        ahead = 1 if self.packed is None else 2
-        pl.when(warpgroup == COPIES)(lambda: self.copy_first(sequence, segment, first, count))
-        half = self.tiles.latents.shape[-1]
+        own = lax.axis_index("warpgroup")
+        entries = self.entries(segment, first + own)
+        self.tiles.wait_for_block()  # until both have read the queries and the tiles of the segment before
+        self.copy_query(sequence)
+        lanes.end_group_of_copies()
+        self.copy(first + own, entries, own < count)
+        lanes.wait_for_own_copies(self.groups)
+        self.tiles.wait_for_block()
+        half = self.tiles.tokens.latents.shape[-1]
         acc = compat.layout_cast(jnp.full((ROWS, half), 0, jnp.float32), plgpu.Layout.WGMMA)
         sums = RowSums(*(_of_rows(x) for x in (LOWEST, 0, LOWEST)))
 
         def body(i: jax.Array, carry: Carry) -> Carry:
             entries, acc, *sums = carry
-            tile = first + i
-            if self.packed is not None:
-                self.packed.decode(tile & (SLOTS - 1))
-                self.tiles.wait_for_warpgroups()
+            tile = 2 * i + own
+            following = first + tile + WARPGROUPS, entries, tile + WARPGROUPS < count
+            acc, *sums = self.turn(segment, first + tile, tile > 0, following, (acc, *sums))
+            return self.entries(segment, first + tile + 2 * WARPGROUPS), acc, *sums
 
-            def copy() -> Carry:
-                pl.when(i + ahead < count)(lambda: self.copy_tile(tile + ahead, entries))
-                if self.packed is not None:
-                    end_group()
-                following = self.entries(segment, tile + ahead + 1)
-                return following, self.follow(tile, acc), *sums
+        entries = self.entries(segment, first + own + WARPGROUPS)
+        turns = lax.div(count - own + 1, jnp.int32(WARPGROUPS))
+        _, *state = lax.fori_loop(0, turns, body, (entries, acc, *sums))
+        is_last_own = ((count - 1) & 1) == own
+        state = lax.cond(is_last_own, lambda *state: state, self.follow, *state)
+        return self.joined(*state), cursor
 
-            def lead() -> Carry:
-                return entries, *self.lead(segment, tile, acc, RowSums(*sums))
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.config.rows
 
-            return tuple(lax.cond(warpgroup == COPIES, copy, lead))
+    @property
+    def groups(self) -> int:
+        """Groups of copies of a tile: where they are those of latents themselves, own ones come first."""
+        return 2 if self.packed is None else 1
 
-        entries = self.entries(segment, first + ahead)
-        self.wait_for_tile()
-        _, *state = lax.fori_loop(0, count, body, (entries, acc, *sums))
-        return state, cursor
-
-    def copy_first(self, sequence: jax.Array, segment: Segment, first: jax.Array, count: jax.Array) -> None:
-        """Starts copies of the query rows and of the tiles that are ahead of the loop."""
-        self.copy_query(sequence)
-        self.copy_tile(first, self.entries(segment, first))
-        if self.packed is not None:
-            end_group()
-            pl.when(count > 1)(lambda: self.copy_tile(first + 1, self.entries(segment, first + 1)))
-            end_group()
-
-    def slot(self, tile: Scalar) -> Scalar:
-        """The slot of a tile of 16 bits."""
-        return jnp.int32(0) if self.packed is not None else tile & (SLOTS - 1)
-
-    def wait_for_tile(self) -> None:
-        """Waits until the next tile has arrived, and the warpgroup of logits is done with the one before.
-
-        The other may still multiply that one, until it takes part in `Tiles.any`.
-        """
+    def turn(
+        self, segment: Segment, tile: jax.Array, is_later: jax.Array, following: tuple[Any, ...], state: Carry
+    ) -> Carry:
+        """Adds a tile of the warpgroup, and the one before; starts copies of the one after next."""
+        own = lax.axis_index("warpgroup")
         if self.packed is None:
-            self.tiles.wait_for_copies()
-            return
-        if not compat.interpreting():
-            lanes.wait_for_own_copies(1)
-        self.tiles.wait_for_warpgroups()
+            logits = self.logits(segment, tile)
+            acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
+        else:
+            lanes.wait_for_own_copies(0)
+            self.tiles.wait_for_own()
+            self.packed.decode()
+            self.tiles.wait_for_own()
+            self.copy(*following)
+            acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
+            logits = self.logits(segment, tile)
+        acc, *sums = self.lead(logits, acc, RowSums(*sums))
+        if self.packed is None:
+            self.copy(*following, is_read=lambda: self.tiles.wait_for_release(own))
+        else:
+            self.tiles.wait_for_release(own)
+        return acc, *sums
 
     def copy_query(self, sequence: jax.Array) -> None:
-        """Starts copies of the query rows."""
-        for lot in range(LOTS):
+        """Starts copies of the warpgroup's half of the query rows."""
+        own, rows = lax.axis_index("warpgroup"), self.tiles.queries
+        for i in range(ROWS // AT_ONCE // WARPGROUPS):
+            lot = WARPGROUPS * i + own
             row = rows_of_lot(lot)
-            own = self.first_row + row
-            index = jnp.minimum(own, self.num_rows - 1) + sequence * self.num_rows
-            refs = self.refs.query, *([] if self.tiles.rope is None else [self.refs.query_pe])
+            mine = self.first_row + row
+            index = jnp.minimum(mine, self.num_rows - 1) + sequence * self.num_rows
+            refs = self.refs.query, *([] if rows.rope is None else [self.refs.query_pe])
             row_bytes = (ref.shape[1] * ref.dtype.itemsize for ref in refs)
-            sources = [
-                Source(ref, index, size, row * 0, own < self.num_rows)
+            latents, *rope = (
+                Source(ref, index, size, row * 0, mine < self.num_rows)
                 for ref, size in zip(refs, row_bytes, strict=True)
-            ]
-            self.tiles.copy(0, lot, sources[0], sources[-1])
+            )
+            for matrix in range(WARPGROUPS):
+                rows.copy_latents(0, matrix, lot, latents)
+            for source in rope:
+                rows.copy_rope_keys(0, lot, source)
 
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
         """The entries of the block table for rows of a tile, by default those that the thread copies.
@@ -198,30 +201,56 @@ class LatentDecode:
         They are -1 for what is no token.
         """
         found = []
-        for row in map(rows_of_lot, range(LOTS)) if rows is None else rows:
-            position = row + tile * TOKENS
+        for row in map(rows_of_lot, range(self.tokens // AT_ONCE)) if rows is None else rows:
+            position = row + tile * self.tokens
             is_token = (position >= segment.start) & (position < segment.end)
             index = segment.table + lax.div(position, jnp.int32(self.problem.spec.block_size))
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
-    def copy_tile(self, tile: Scalar, entries: list[jax.Array]) -> None:
-        """Starts copies of a tile of tokens."""
-        for lot, entry in enumerate(entries):
-            source = self.source(tile, lot, entry)
-            if self.packed is None:
-                start = self.problem.spec.part_sizes[0] * self.refs.pages.dtype.itemsize
-                rope = dataclasses.replace(source, offset=source.offset + start)
-                self.tiles.copy(self.slot(tile) + 1, lot, source, rope)
-            else:
-                self.packed.copy(tile & (SLOTS - 1), lot, source)
+    def copy(
+        self, tile: Scalar, entries: list[jax.Array], is_tile: jax.Array, is_read: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts copies of a tile of the warpgroup, if it is one.
+
+        Those of latents that it alone reads come first; `is_read` waits until the other has read its own.
+        """
+        own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
+        sources = [self.source(tile, lot, entry) for lot, entry in enumerate(entries)]
+        if self.packed is not None:
+            packed = self.packed
+
+            @pl.when(is_tile)
+            def copy_bytes() -> None:
+                for lot, source in enumerate(sources):
+                    packed.copy(lot, source)
+
+            lanes.end_group_of_copies()
+            return
+
+        @pl.when(is_tile)
+        def copy_own() -> None:
+            for lot, source in enumerate(sources):
+                tokens.copy_latents(own, own, lot, source)
+
+        lanes.end_group_of_copies()
+        is_read()
+
+        @pl.when(is_tile)
+        def copy_others() -> None:
+            start = self.problem.spec.part_sizes[0] * self.refs.pages.dtype.itemsize
+            for lot, source in enumerate(sources):
+                tokens.copy_latents(own, 1 - own, lot, source)
+                tokens.copy_rope_keys(own, lot, dataclasses.replace(source, offset=source.offset + start))
+
+        lanes.end_group_of_copies()
 
     def source(self, tile: Scalar, lot: int, entry: jax.Array) -> Source:
         """The tokens of a lot of rows of a tile."""
         problem = self.problem
         num_blocks, layer = self.pages()
         is_token = entry < num_blocks  # as unsigned: negative entries are large
-        token = lax.rem(rows_of_lot(lot) + tile * TOKENS, jnp.int32(problem.spec.block_size))
+        token = lax.rem(rows_of_lot(lot) + tile * self.tokens, jnp.int32(problem.spec.block_size))
         page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
         page = jnp.where(is_token, page, 0)
         offset = token * problem.spec.bytes_per_token
@@ -232,28 +261,39 @@ class LatentDecode:
         return self.refs.k_scale[0] if self.problem.spec.dtype.takes_scale else np.float32(1)
 
     def logits(self, segment: Segment, tile: Scalar) -> jax.Array:
-        """The logits of a tile, binary logarithms: -inf for what rows do not see."""
-        slot = self.slot(tile)
-        entries = self.entries(segment, tile, rows_by_lane())  # which arrive while products run
-        problem = self.problem
-        pairs = list(zip(self.tiles.parts(0), self.tiles.parts(slot + 1), strict=True))
+        """The logits of a tile of the warpgroup, binary logarithms: -inf for what rows do not see."""
+        own, problem = lax.axis_index("warpgroup"), self.problem
+        entries = self.entries(segment, tile, rows_by_lane(self.tokens))  # which arrive while products run
+        queries, tokens = self.tiles.queries, self.tiles.tokens
+
+        def columns(matrix: Scalar) -> list[tuple[Ref, Ref]]:
+            return list(zip(queries.columns(0, matrix), tokens.columns(own, matrix), strict=True))
+
+        def wait(later: int) -> None:
+            if self.packed is None:
+                lanes.wait_for_own_copies(later)
+                self.tiles.wait_for_own()
+
+        wait(1)
+        rope = [] if tokens.rope is None else [(queries.rope.at[0], tokens.rope.at[own])]
         scale = np.float32(problem.sm_scale * LOG2_E)
-        if problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or self.tiles.rope is None:
-            logits = warpgroups.sum_of_products(pairs) * (scale * self.scale())
-        else:  # the scale is of latents alone: to what they add up to in registers, rope keys are added
-            *latents, rope = pairs
-            logits = warpgroups.sum_of_products(latents) * self.scale()
-            logits = warpgroups.product(*rope, lambda: None, logits, transposed=True) * scale
+        is_scale_of_all = problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or not rope
+        others = columns(1 - own) + (rope if is_scale_of_all else [])
+        logits = warpgroups.sum_of_products(columns(own), lambda: wait(0), others)
+        logits *= scale * self.scale() if is_scale_of_all else self.scale()
+        if not is_scale_of_all:  # it is of latents alone: to what they add up to in registers, rope keys are added
+            [pair] = rope
+            logits = warpgroups.product(*pair, lambda: None, logits, transposed=True) * scale
         logits = capped(logits, problem.logits_soft_cap, jnp.exp2)
         logits = self.of_tokens(logits, entries)
         return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
-    def lead(self, segment: Segment, tile: Scalar, acc: jax.Array, sums: RowSums) -> Carry:
-        """Computes a tile's weights, which the other warpgroup waits for, and adds its own weighted latents.
+    def lead(self, logits: jax.Array, acc: jax.Array, sums: RowSums) -> Carry:
+        """Computes the weights of a tile of the warpgroup, for the other too, and adds its own weighted latents.
 
         As in `attention.softmax.raised`, results are rescaled only where a logit exceeds the largest by `HEADROOM`.
         """
-        logits = self.logits(segment, tile)
+        own = lax.axis_index("warpgroup")
         above = margin(self.dtype)
         highest = jnp.max(logits, axis=1)
 
@@ -261,73 +301,76 @@ class LatentDecode:
             near = highest + above if self.problem.weight_dtype is None else reference(highest, above)
             new = jnp.maximum(largest, near)
             shrink = jnp.exp2(largest - new)
-            return self.rescale(tile, acc, shrink), new, total * shrink
+            return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), new, total * shrink
 
-        is_raised = self.tiles.any(highest > sums.largest + np.float32(HEADROOM - above))
+        is_raised = exchange.any_of_warp(highest > sums.largest + np.float32(HEADROOM - above))
         acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, sums.largest, sums.total)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
         operand = weights.astype(self.dtype)
-        exchange.store_weights(self.tiles.weights(self.slot(tile)), operand)
-        self.tiles.announce()
+        exchange.store_numbers(self.tiles.numbers.at[own, 0], largest)
+        exchange.store_weights(self.tiles.of_weights.at[own], operand)
+        self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
-        top = jnp.maximum(sums.top, highest)
-        acc = warpgroups.product(operand, self.tiles.values(self.slot(tile), LOGITS), lambda: None, acc)
-        self.wait_for_tile()
-        return acc, largest, total, top
+        acc = warpgroups.product(operand, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
+        return acc, largest, total, jnp.maximum(sums.top, highest)
 
-    def follow(self, tile: Scalar, acc: jax.Array) -> jax.Array:
-        """Waits for a tile's weights, and adds the weighted latents of the warpgroup that has none of its own."""
-        is_raised = self.tiles.any(_of_rows(0) != 0)
-        acc = lax.cond(is_raised, lambda acc: self.rescale(tile, acc, None), lambda acc: acc, acc)
-        self.tiles.wait_for_announcement()
-        slot = self.slot(tile)
-        operands = self.tiles.weights(slot), self.tiles.values(slot, COPIES)
-        # The next tile is in another slot. Copies to this one start after the product: as in CUTLASS's pipelines,
-        # where a thread that has waited for its `wgmma` releases memory, the wait is for all warps' reads.
-        if self.packed is None:
-            return warpgroups.product(*operands, self.wait_for_tile, acc)
-        acc = warpgroups.product(*operands, lambda: None, acc)
-        self.wait_for_tile()
-        return acc
+    def follow(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
+        """Waits for the weights of the other warpgroup's tile, and adds the weighted latents."""
+        own = lax.axis_index("warpgroup")
+        other = 1 - own
+        self.tiles.wait_for_announcement(other)
+        new = exchange.load_numbers(self.tiles.numbers.at[other, 0])
 
-    def rescale(self, tile: Scalar, acc: jax.Array, shrink: jax.Array | None) -> jax.Array:
-        """Results times a factor of each row, which the warpgroup of logits passes to the other."""
-        shared = self.tiles.weights(self.slot(tile))
-        if shrink is not None:
-            exchange.store_factors(shared, shrink)
-        self.tiles.wait_for_warpgroups()
-        if shrink is None:
-            shrink = exchange.load_factors(shared, ROWS)
-        acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-        self.tiles.wait_for_warpgroups()  # until weights may be stored there
-        return acc
+        def raise_rows(acc: jax.Array, total: jax.Array) -> Carry:
+            shrink = jnp.exp2(largest - new)
+            return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), total * shrink
+
+        acc, total = lax.cond(exchange.any_of_warp(new > largest), raise_rows, lambda *x: x, acc, total)
+        latents = self.tiles.tokens.latents.at[other, own]
+        acc = warpgroups.product(self.tiles.of_weights.at[other], latents, lambda: None, acc)
+        # As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, the wait is for all
+        # warps' reads.
+        self.tiles.release(other)
+        return acc, new, total, top
+
+    def joined(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
+        """The sums of both warpgroups' tiles."""
+        own, numbers = lax.axis_index("warpgroup"), self.tiles.numbers
+        for i, value in enumerate((total, top), 1):
+            exchange.store_numbers(numbers.at[own, i], value)
+        self.tiles.wait_for_block()
+        other_total, other_top = (exchange.load_numbers(numbers.at[1 - own, i]) for i in (1, 2))
+        return acc, largest, total + other_total, jnp.maximum(top, other_top)
 
     @property
     def dtype(self) -> DType:
         """That of latents and weights as operands."""
-        return np.dtype(self.tiles.latents.dtype)
+        return np.dtype(self.tiles.tokens.latents.dtype)
 
     def of_tokens(self, logits: jax.Array, entries: list[jax.Array]) -> jax.Array:
         """Logits, -inf for what is no token by the block table's entries, which each warp has for all rows."""
         num_blocks, _ = self.pages()
-        low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries)
+        ballots = [lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries]
 
         def mask(logits: jax.Array) -> jax.Array:
-            row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
+            row = compat.layout_cast(lax.iota(jnp.int32, self.tokens), plgpu.Layout.WGMMA.reduce(0))
+            bits = jnp.where(row < LANES, ballots[0], ballots[-1])
             # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
-            bits = jnp.where(row < LANES, low, high) >> (row & 6)
+            bits = bits >> (row & 6)
             is_token = bits >> (row & (LANES - 1 - 6)) & 1
             bias = jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
             return logits + lax.broadcast_in_dim(bias, logits.shape, [1])
 
-        masked: jax.Array = lax.cond((low & high) != -1, mask, lambda logits: logits, logits)
+        masked: jax.Array = lax.cond(
+            functools.reduce(lax.bitwise_and, ballots) != -1, mask, lambda logits: logits, logits
+        )
         return masked
 
     def masked(self, segment: Segment, tile: Scalar, logits: jax.Array) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see but others do."""
         problem, shape = self.problem, logits.shape
-        first_token = tile * TOKENS
-        is_mixed = first_token + TOKENS > segment.length - problem.q_len + 1
+        first_token = tile * self.tokens
+        is_mixed = first_token + self.tokens > segment.length - problem.q_len + 1
         if problem.window is not None:
             is_mixed |= first_token < segment.length - problem.window
 
@@ -357,20 +400,16 @@ class LatentDecode:
 
         @pl.when(whole)
         def store_result() -> None:
-            self.tiles.wait_for_warpgroups()  # until both have read the last weights
-            shared = self.tiles.weights(0)
-            pl.when(warpgroup == LOGITS)(lambda: exchange.store_factors(shared, self.weight(RowSums(*sums))))
-            self.tiles.wait_for_warpgroups()
-            weight = exchange.load_factors(shared, ROWS)
+            weight = self.weight(RowSums(*sums))
             store(self.refs.out.at[:, warpgroup], acc * lax.broadcast_in_dim(weight, acc.shape, [0]), sequence)
             lse = (largest + jnp.log2(total)) * np.float32(1 / LOG2_E)
-            pl.when(warpgroup == LOGITS)(functools.partial(store, self.refs.lse, lse, sequence))
+            pl.when(warpgroup == 0)(functools.partial(store, self.refs.lse, lse, sequence))
 
         @pl.when(~whole)
         def store_part() -> None:
             store(self.refs.partial.at[:, warpgroup], acc * self.scale(), part)
 
-            @pl.when(warpgroup == LOGITS)
+            @pl.when(warpgroup == 0)
             def store_sums() -> None:
                 for i, value in enumerate((largest, total, top)[: self.problem.sums]):
                     store(self.refs.partial_lse.at[:, i], value, part)
@@ -393,12 +432,6 @@ class LatentDecode:
             for i, value in enumerate((first, last)):
                 index = thread * 0 + (2 * sequence + i)
                 lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), thread == 0)
-
-
-def end_group() -> None:
-    """Ends a group of copies, of which interpret mode has none."""
-    if not compat.interpreting():
-        lanes.end_group_of_copies()
 
 
 def _of_rows(value: float) -> jax.Array:

@@ -1,7 +1,6 @@
-"""What the two warpgroups tell each other: weights of a tile, a factor of each query row, and a bit.
+"""What the two warpgroups tell each other: weights of a tile, and numbers of each query row.
 
-Weights and factors go through the same shared memory, one after the other. Both are in the rows of
-`plgpu.Layout.WGMMA`.
+Both are in the rows of `plgpu.Layout.WGMMA`: a row belongs to a warp of each warpgroup, with the same number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_weights(ref: Ref, weights: jax.Array) -> None:
-    """Stores `[64, 64]` of 16 bits as an operand of `wgmma`, which sees them after `Tiles.announce`."""
+    """Stores `[64, tokens]` of 16 bits as an operand of `wgmma`, which sees them after `Tiles.announce`."""
     if compat.interpreting():
         ref[...] = weights
         return
@@ -37,30 +36,28 @@ def store_weights(ref: Ref, weights: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=types)(run)(ref, weights)
 
 
-def store_factors(ref: Ref, factors: jax.Array) -> None:
-    """Stores float32 `[64]` to the first bytes of `ref`, 16 bits `[64, 64]` in shared memory."""
-    (size,) = factors.shape
+def store_numbers(ref: Ref, numbers: jax.Array) -> None:
+    """Stores float32 `[rows]` to shared memory."""
     if compat.interpreting():
-        halves = lax.bitcast_convert_type(factors, ref.dtype)
-        ref[: halves.size // ref.shape[1]] = halves.reshape(-1, ref.shape[1])
+        ref[...] = numbers
         return
 
-    def run(_: Context, ref: Lowered, index: Lowered, factors: Lowered) -> None:
-        def store(factor: Value, index: Value) -> Value:
-            llvm.store(factor, _address(ref, index))
-            return factor
+    def run(_: Context, ref: Lowered, index: Lowered, numbers: Lowered) -> None:
+        def store(number: Value, index: Value) -> Value:
+            llvm.store(number, _address(ref, index))
+            return number
 
-        factors._pointwise(per_scalar(store), index)
+        numbers._pointwise(per_scalar(store), index)
 
-    types = plgpu.RefType(tiles.transforms_of(ref.shape[1])), _ROW, _ROW
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, _indices(size), factors)
+    types = plgpu.RefType(), _ROW, _ROW
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, _indices(numbers.size), numbers)
 
 
-def load_factors(ref: Ref, size: int) -> jax.Array:
-    """Loads what `store_factors` has stored: float32 `[size]`."""
+def load_numbers(ref: Ref) -> jax.Array:
+    """Loads what `store_numbers` has stored."""
     if compat.interpreting():
-        halves = ref[: 2 * size // ref.shape[1]]
-        return lax.bitcast_convert_type(halves.reshape(size, 2), jnp.float32)
+        loaded: jax.Array = ref[...]
+        return loaded
 
     def run(_: Context, ref: Lowered, index: Lowered) -> Lowered:
         def load(index: Value) -> Value:
@@ -68,14 +65,17 @@ def load_factors(ref: Ref, size: int) -> jax.Array:
 
         return index._pointwise(per_scalar(load))
 
-    types = plgpu.RefType(tiles.transforms_of(ref.shape[1])), _ROW
+    (size,) = ref.shape
     result = plgpu.ShapeDtypeStruct((size,), np.dtype(np.float32), layout=_ROW)
-    loaded: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)(ref, _indices(size))
-    return loaded
+    inlined = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _ROW), return_type=result)(run)
+    numbers: jax.Array = inlined(ref, _indices(size))
+    return numbers
 
 
-def any_in_block(mask: jax.Array, threads: int) -> jax.Array:
-    """Whether a bool of rows holds in any of a block's threads, all of which call this: a barrier; not interpreted."""
+def any_of_warp(mask: jax.Array) -> jax.Array:
+    """Whether a bool of rows holds for one of a warp's; in interpret mode, for one of all rows."""
+    if compat.interpreting():
+        return jnp.any(mask)
 
     def run(_: Context, mask: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)
@@ -84,9 +84,9 @@ def any_in_block(mask: jax.Array, threads: int) -> jax.Array:
             mine = arith.ori(mine, ptx.scalar(register))
         code = (
             "{ .reg .pred mine, any; setp.ne.s32 mine, $1, 0;"
-            f" barrier.cta.red.or.pred any, 0, {threads}, mine; selp.s32 $0, 1, 0, any; }}"
+            " vote.sync.any.pred any, mine, 0xffffffff; selp.s32 $0, 1, 0, any; }"
         )
-        [found] = ptx.inline(code, [mine], [i32], clobber="~{memory}", side_effects=True)
+        [found] = ptx.inline(code, [mine], [i32], side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))

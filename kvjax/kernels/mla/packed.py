@@ -1,6 +1,6 @@
 """Rows of quantized latents: their bytes in shared memory, and their decoding to a tile of 16 bits.
 
-Bytes of two tiles arrive ahead of the one tile of 16 bits, which both warpgroups store while none multiplies. Four
+Bytes of a tile arrive ahead, while the warpgroup multiplies the tile before; it decodes while the other multiplies. Four
 threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block
 of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have
 float32's range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
@@ -9,6 +9,7 @@ float32's range, so that its latents become bfloat16, rounded once. Rope keys of
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +23,14 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Registers, Scalar, ScratchType
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
-from kvjax.kernels.mla.tiles import AT_ONCE, PER_RUN, TOKENS, WARPGROUPS, Source, Tiles, rows_of_lot
+from kvjax.kernels.mla.tiles import AT_ONCE, PER_RUN, WARPGROUPS, Source, Tiles, rows_of_lot, tile_tokens
 from kvjax.spec import AttentionSpec
-
-SLOTS = 2
-"""Tiles of bytes in shared memory."""
 
 ELEMENTS = 16
 """Elements of a run that a thread decodes: a block of NVFP4."""
 
 SHARERS = 4
 """Threads that decode a row."""
-
-OWN_ROWS = TOKENS // WARPGROUPS
-"""Rows that a warpgroup decodes."""
 
 _RUN = SHARERS * ELEMENTS
 """Elements that are decoded at once: 128 bytes of 16-bit elements, as the layout of `wgmma` divides rows."""
@@ -48,31 +43,31 @@ _E2M1_FACTORS = int(np.float16(E2M1_FACTOR).view(np.uint16)) * 0x10001
 
 def shared_bytes(spec: AttentionSpec) -> int:
     """Bytes of shared memory of a thread block."""
-    return SLOTS * TOKENS * spec.bytes_per_token
+    return WARPGROUPS * tile_tokens(spec) * spec.bytes_per_token
 
 
 def scratch_type(spec: AttentionSpec) -> ScratchType:
     """The shared memory of `Packed`."""
-    return plgpu.SMEM((SLOTS, TOKENS, spec.bytes_per_token), jnp.uint8)
+    return plgpu.SMEM((WARPGROUPS, tile_tokens(spec), spec.bytes_per_token), jnp.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The bytes of tiles, and the tile that they are decoded to.
+    """The bytes of the tiles of both warpgroups, and the tiles that they are decoded to.
 
     Attributes:
       spec: the cache's.
-      ref: uint8 `[SLOTS, TOKENS, bytes_per_token]`.
-      tiles: with one slot.
+      ref: uint8 `[2, tokens, bytes_per_token]`.
+      tiles: those of the thread block.
     """
 
     spec: AttentionSpec
     ref: Ref
     tiles: Tiles
 
-    def copy(self, slot: Scalar, lot: int, source: Source) -> None:
+    def copy(self, lot: int, source: Source) -> None:
         """Starts copies of the bytes of a lot of rows of a tile."""
-        row_bytes = self.spec.bytes_per_token
+        row_bytes, slot = self.spec.bytes_per_token, lax.axis_index("warpgroup")
         if compat.interpreting():
             first = (source.page * source.page_bytes + source.offset)[::PER_RUN]
             data = lax.bitcast_convert_type(source.ref[...], jnp.uint8).reshape(-1)
@@ -81,7 +76,7 @@ class Packed:
             self.ref[slot, pl.ds(lot * AT_ONCE, AT_ONCE)] = rows
             return
         chunk = lanes.thread_index() & (PER_RUN - 1)
-        to = rows_of_lot(lot) * row_bytes + slot * (TOKENS * row_bytes) + chunk * tiles.CHUNK
+        to = rows_of_lot(lot) * row_bytes + slot * (self.ref.shape[1] * row_bytes) + chunk * tiles.CHUNK
         size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
         place = source.page, source.page_bytes, source.offset + chunk * tiles.CHUNK, size
         whole, rest = divmod(row_bytes, _COPIED)
@@ -92,31 +87,32 @@ class Packed:
             chunks = lanes.Chunks(to, *place, last, chunk < rest // tiles.CHUNK)
             lanes.copy_or_clear(self.ref, (), source.ref, chunks)
 
-    def decode(self, slot: Scalar) -> None:
-        """Decodes the bytes of a slot, which have arrived for all threads, to the tile."""
+    def decode(self) -> None:
+        """Decodes the bytes of the warpgroup's tile, which have arrived for all its threads."""
         rank, rope = self.spec.part_sizes
         half = rank // WARPGROUPS
         starts = range(0, rank, _RUN)
         # All are loaded before any is stored: the compiler knows no better than that a store may change what is loaded.
-        loaded = [self._load_latents(slot, start) for start in starts]
-        rope_keys = self._load_rope_keys(slot) if rope else []
+        loaded = [self._load_latents(start) for start in starts]
+        rope_keys = self._load_rope_keys() if rope else []
+        own = lax.axis_index("warpgroup")
         for start, registers in zip(starts, loaded, strict=True):
             matrix, column = divmod(start, half)
-            self._store(self.tiles.latents, (1, matrix), column, self._latents(registers))
-        if self.tiles.rope is not None:
-            self._store(self.tiles.rope, (1,), 0, self._rope_keys(rope_keys))
+            self._store(self.tiles.tokens.latents, (own, matrix), column, self._latents(registers))
+        if self.tiles.tokens.rope is not None:
+            self._store(self.tiles.tokens.rope, (own,), 0, self._rope_keys(rope_keys))
 
-    def _load_latents(self, slot: Scalar, start: int) -> Registers:
+    def _load_latents(self, start: int) -> Registers:
         """The bytes of the thread's elements of the run of a latent from element `start` on, and their scale."""
         data, *scales = self.spec.regions[0]
         dtype, chunk = self._dtype, _chunk()
         size = ELEMENTS * dtype.info.bits // 8
-        words = self._load(slot, chunk * size, data.base + start * dtype.info.bits // 8, size)
+        words = self._load(chunk * size, data.base + start * dtype.info.bits // 8, size)
         if dtype is KVCacheDType.NVFP4:
-            words += self._load(slot, chunk, scales[0].base + start // ELEMENTS, 1)
+            words += self._load(chunk, scales[0].base + start // ELEMENTS, 1)
         elif dtype is KVCacheDType.FP8_DS_MLA:
             block = start // (dtype.info.elements_per_scale or 1)
-            words += self._load(slot, chunk * 0, scales[0].base + 4 * block, 4)
+            words += self._load(chunk * 0, scales[0].base + 4 * block, 4)
         return words
 
     def _latents(self, loaded: Registers) -> Registers:
@@ -147,7 +143,7 @@ class Packed:
     def _dtype(self) -> KVCacheDType:
         return self.spec.parts[0].byte_format
 
-    def _load_rope_keys(self, slot: Scalar) -> Registers:
+    def _load_rope_keys(self) -> Registers:
         """The bytes of the thread's elements of a rope key, of which some threads may have none."""
         [region] = self.spec.regions[1]
         size = ELEMENTS * region.row_bytes // self.spec.part_sizes[1]
@@ -156,34 +152,33 @@ class Packed:
         return [
             word
             for first in range(0, size, tiles.CHUNK)
-            for word in self._load(slot, offset, region.base + first, min(size, tiles.CHUNK))
+            for word in self._load(offset, region.base + first, min(size, tiles.CHUNK))
         ]
 
-    def _load(self, slot: Scalar, offset: jax.Array, first: int, size: int) -> Registers:
+    def _load(self, offset: jax.Array, first: int, size: int) -> Registers:
         """Loads `size` bytes of each thread's row, from byte `first + offset` on, as words."""
-        row_bytes = self.spec.bytes_per_token
+        row_bytes, own = self.spec.bytes_per_token, lax.axis_index("warpgroup")
+        start = _own_row() * row_bytes
         if compat.interpreting():
-            rows = self.ref.at[slot, pl.ds(lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)]
-            return lanes.load_shared(rows, (lanes.thread_index() // SHARERS) * row_bytes + offset, size, first)
-        start = _own_row() * row_bytes + slot * (TOKENS * row_bytes)
-        return lanes.load_shared(self.ref, start + offset, size, first)
+            return lanes.load_shared(self.ref.at[own], start + offset, size, first)
+        return lanes.load_shared(self.ref, start + own * (self.ref.shape[1] * row_bytes) + offset, size, first)
 
-    def _store(self, ref: Ref, index: tuple[int, ...], column: int, pairs: Registers) -> None:
+    def _store(self, ref: Ref, index: tuple[Scalar, *tuple[int, ...]], column: int, pairs: Registers) -> None:
         """Stores each thread's elements to a matrix of `ref`, in the run from `column` on."""
-        width = ref.shape[-1]
+        rows, width = ref.shape[-2:]
         run = min(_RUN, width)
         if compat.interpreting():
-            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(OWN_ROWS, _RUN)
-            rows = pl.ds(lax.axis_index("warpgroup") * OWN_ROWS, OWN_ROWS)
-            ref[(*index, rows, pl.ds(column, run))] = elements[:, :run]
+            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(rows, _RUN)
+            ref[(*index, pl.ds(0, rows), pl.ds(column, run))] = elements[:, :run]
             return
         row, row_bytes = _own_row(), width * tiles.ITEMSIZE
-        matrix = index[0] * WARPGROUPS + index[1] if len(index) > 1 else index[0]
+        tile, *matrix = index
+        start = tile * (math.prod(ref.shape[1:]) * tiles.ITEMSIZE)
         # Rows of two neighbours and the four chunks that their threads store at once lie in different banks.
-        immediate = matrix * TOKENS * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
+        immediate = sum(matrix) * rows * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
         for i in range(0, len(pairs), 4):
             to = tiles.offset(row & (tiles.GROUP - 1), _chunk() * ELEMENTS + 2 * i, width)
-            to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes)
+            to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes) + start
             is_stored = _chunk() < run // ELEMENTS
             chunk = pairs[i : i + 4]
             lanes.store_shared(ref, to, chunk, tiles.CHUNK, is_stored, tiles.transforms_of(width), immediate)
@@ -196,7 +191,7 @@ def _chunk() -> jax.Array:
 
 def _own_row() -> jax.Array:
     """The row that each thread decodes a part of."""
-    return (lanes.thread_index() >> SHARERS.bit_length() - 1) + lax.axis_index("warpgroup") * OWN_ROWS
+    return lanes.thread_index() >> SHARERS.bit_length() - 1
 
 
 def _from_bytes(words: Registers) -> Registers:

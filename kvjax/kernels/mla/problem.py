@@ -17,7 +17,7 @@ from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, MergeCo
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
-from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
+from kvjax.kernels.mla.tiles import ROWS, shared_bytes, tile_tokens
 from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -54,21 +54,18 @@ class MLAConfig:
     """How the kernel is launched.
 
     Attributes:
+      rows: tokens of a tile, the stage of a schedule.
       blocks: thread blocks that share the work of a pass.
       passes: runs of `ROWS` query rows; each is the work of other thread blocks, which read all tokens.
       part: for batch-invariant calls the least tiles of a part; None where shares of thread blocks divide sequences.
       merge: how the merge is launched.
     """
 
+    rows: int
     blocks: int
     passes: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
-
-    @property
-    def rows(self) -> int:
-        """Tokens of a tile, the stage of a schedule."""
-        return TOKENS
 
 
 def why_not(
@@ -156,8 +153,9 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
     is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
     if is_few and (few := few_config(problem, target, num_blocks)):
         return few
-    part = PART_TOKENS // TOKENS if problem.batch_invariant else None
-    return MLAConfig(max(1, num_blocks // passes), passes, part, merge_config(problem))
+    rows = tile_tokens(problem.spec)
+    part = PART_TOKENS // rows if problem.batch_invariant else None
+    return MLAConfig(rows, max(1, num_blocks // passes), passes, part, merge_config(problem))
 
 
 def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfig | None:

@@ -1,7 +1,7 @@
 """Rows of queries and of tokens in shared memory as `wgmma` reads them, and the copies that bring them there.
 
-A row is a latent and a rope key. Tiles of 64 rows are three matrices: the halves of the latents, each of which is the
-values of one warpgroup, and the rope keys. One warpgroup copies, 16 bytes a thread, to where the layout of `wgmma` has
+A row is a latent and a rope key. Rows are three matrices: the halves of the latents, each of which is the values of one
+warpgroup, and the rope keys. A warpgroup copies its own tiles, 16 bytes a thread, to where the layout of `wgmma` has
 them (`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so
 that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
 """
@@ -9,7 +9,6 @@ that nothing that is stored elsewhere, NaN included, is multiplied by a weight o
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import jax
@@ -21,29 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
-from kvjax.kernels.mla import exchange
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.spec import AttentionSpec
 
 ROWS = 64
 """Query rows of a thread block: the rows of one `wgmma`."""
 
-TOKENS = 64
-"""Tokens of a tile."""
-
-SLOTS = 2
-"""Tiles of tokens of 16 bits in shared memory: one that is multiplied, and one that arrives."""
-
 WARPGROUPS = 2
-
-LOGITS = 0
-"""The warpgroup that computes logits and weights."""
-
-COPIES = 1
-"""The warpgroup that copies, meanwhile."""
-
-WEIGHTS_STORED = 0
-"""The barrier of `Tiles.announce`."""
+"""Each has a tile of its own in shared memory, and half of the results."""
 
 PART = 128
 """Columns of latents that are multiplied at once: by larger matrices 128 query rows take 2% longer."""
@@ -54,25 +38,27 @@ PER_RUN = 8
 AT_ONCE = THREADS // PER_RUN
 """Rows that a warpgroup copies at once: a lot of rows."""
 
-LOTS = ROWS // AT_ONCE
+NUMBERS = 3
+"""Numbers of each query row that a warpgroup tells the other: what weights are relative to, and two sums."""
+
+
+def tile_tokens(spec: AttentionSpec) -> int:
+    """Tokens of a tile. Where bytes are decoded, shared memory holds theirs beside two tiles of half the size."""
+    return 32 if spec.dtype.is_quantized else 64
 
 
 def shared_bytes(spec: AttentionSpec) -> int:
     """Bytes of shared memory of a thread block, without those of `Packed`."""
-    row_bytes = (size * tiles.ITEMSIZE for size in spec.part_sizes)  # a multiple of 32, so that tiles are aligned
-    weights_bytes = 0 if _weights_replace_rope_keys(spec) else ROWS * TOKENS * tiles.ITEMSIZE
-    return sum((1 + num_slots(spec)) * ROWS * size for size in row_bytes) + weights_bytes
+    tokens = tile_tokens(spec)
+    row_bytes = sum(spec.part_sizes) * tiles.ITEMSIZE  # of each part a multiple of 32, so that tiles are aligned
+    weights_bytes = 0 if _weights_replace_rope_keys(spec) else WARPGROUPS * ROWS * tokens * tiles.ITEMSIZE
+    numbers_bytes = WARPGROUPS * NUMBERS * ROWS * 4
+    return (ROWS + WARPGROUPS * tokens) * row_bytes + weights_bytes + numbers_bytes
 
 
 def _weights_replace_rope_keys(spec: AttentionSpec) -> bool:
     """Whether weights are stored over the rope keys of their tile, which logits were the last to read."""
-    dtype, rope_dtype = operand_dtypes(spec)
-    return spec.part_sizes[1] == TOKENS and dtype == rope_dtype
-
-
-def num_slots(spec: AttentionSpec) -> int:
-    """Tiles of tokens: one where bytes arrive elsewhere."""
-    return 1 if spec.dtype.is_quantized else SLOTS
+    return not spec.dtype.is_quantized and spec.part_sizes[1] == ROWS
 
 
 def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
@@ -90,18 +76,18 @@ def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
 
 def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     """The shared memory of `Tiles`."""
-    rank, rope = spec.part_sizes
+    (rank, rope), tokens = spec.part_sizes, tile_tokens(spec)
     half, (dtype, rope_dtype) = rank // WARPGROUPS, operand_dtypes(spec)
-    count = 1 + num_slots(spec)
-    shared: list[ScratchType] = [
-        plgpu.SMEM((count, WARPGROUPS, ROWS, half), dtype, transforms=tiles.transforms_of(half)),
-    ]
-    if rope:
-        shared.append(tiles.shared(count, ROWS, rope, rope_dtype))
+    shared: list[ScratchType] = []
+    for count, rows in ((1, ROWS), (WARPGROUPS, tokens)):
+        shared.append(plgpu.SMEM((count, WARPGROUPS, rows, half), dtype, transforms=tiles.transforms_of(half)))
+        if rope:
+            shared.append(tiles.shared(count, rows, rope, rope_dtype))
     if not _weights_replace_rope_keys(spec):
-        shared.append(tiles.shared(1, ROWS, TOKENS, dtype))
+        shared.append(tiles.shared(WARPGROUPS, ROWS, tokens, dtype))
+    shared.append(plgpu.SMEM((WARPGROUPS, NUMBERS, ROWS), jnp.float32))
     if compat.interpreting():
-        shared += [plgpu.Barrier(num_arrivals=WARPGROUPS), plgpu.SMEM((WARPGROUPS,), jnp.int32)]
+        shared += [plgpu.Barrier(num_arrivals=WARPGROUPS), plgpu.Barrier(num_barriers=2 * WARPGROUPS)]
     return shared
 
 
@@ -125,100 +111,120 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """The shared memory of a thread block. Index 0 is the queries', 1 and later are those of the slots of tokens.
+class Rows:
+    """Rows in shared memory.
 
     Attributes:
-      latents: `[1 + num_slots, 2, 64, kv_lora_rank / 2]`.
-      rope: `[1 + num_slots, 64, qk_rope_head_dim]`, None for none.
-      of_weights: `[1, 64, 64]`, or `rope` where weights are stored over the rope keys of a slot.
-      all_stored: in interpret mode a barrier, which completes when all warpgroups have stored their rows; else None.
-      votes: in interpret mode int32 `[2]`, what each warpgroup has found; else None.
+      latents: `[count, 2, rows, kv_lora_rank / 2]`.
+      rope: `[count, rows, qk_rope_head_dim]`, None for none.
     """
 
     latents: Ref
     rope: Ref | None
+
+    def columns(self, index: Scalar, matrix: Scalar) -> list[Ref]:
+        """The columns of a matrix of latents, up to `PART` at once."""
+        half = self.latents.shape[-1]
+        size = math.gcd(half, PART)
+        return [self.latents.at[index, matrix, :, pl.ds(start, size)] for start in range(0, half, size)]
+
+    def copy_latents(self, index: Scalar, matrix: Scalar, lot: Scalar, source: Source) -> None:
+        """Starts copies of half of the latents of a lot of rows."""
+        _, matrices, rows, half = self.latents.shape
+        column = matrix * half
+        if compat.interpreting():
+            _store_interpreted(self.latents, (index, matrix), lot, column, source)
+        else:
+            first = (index * matrices + matrix) * rows + lot * AT_ONCE
+            _start_copies(self.latents, first, column * tiles.ITEMSIZE, source)
+
+    def copy_rope_keys(self, index: Scalar, lot: Scalar, source: Source) -> None:
+        """Starts copies of the rope keys of a lot of rows, if there are any."""
+        if self.rope is None:
+            return
+        if compat.interpreting():
+            _store_interpreted(self.rope, (index,), lot, 0, source)
+        else:
+            _start_copies(self.rope, index * self.rope.shape[1] + lot * AT_ONCE, 0, source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The shared memory of a thread block: the queries, and a tile of tokens of each warpgroup.
+
+    Warpgroups meet at barriers of two kinds, each of which has one for the tile of either: `announce` says that its
+    weights are stored, `release` that the other has read them and its latents.
+
+    Attributes:
+      queries: one set of rows.
+      tokens: those of the two tiles.
+      of_weights: `[2, 64, tokens]`, or the rope keys of `tokens` where weights are stored over these.
+      numbers: float32 `[2, NUMBERS, 64]`.
+      all_stored: in interpret mode a barrier, which completes when all warpgroups have arrived; else None.
+      signals: in interpret mode the barriers of `announce` and `release`; else None.
+    """
+
+    queries: Rows
+    tokens: Rows
     of_weights: Ref
+    numbers: Ref
     all_stored: Barriers
-    votes: Barriers
+    signals: Barriers
 
     @classmethod
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
         """Those of `scratch_types`."""
-        latents, *others = refs
-        rope = others.pop(0) if spec.part_sizes[1] else None
-        weights = rope if rope is not None and _weights_replace_rope_keys(spec) else others.pop(0)
-        return cls(latents, rope, weights, *(others or (None, None)))
+        others = list(refs)
+        queries, tokens = (Rows(others.pop(0), others.pop(0) if spec.part_sizes[1] else None) for _ in range(2))
+        weights = tokens.rope if _weights_replace_rope_keys(spec) else others.pop(0)
+        numbers, *barriers = others
+        return cls(queries, tokens, weights, numbers, *(barriers or (None, None)))
 
-    def parts(self, index: Scalar) -> list[Ref]:
-        """Columns of a tile, up to `PART` at once, along which keys are summed: those of latents, then rope keys."""
-        half = self.latents.shape[-1]
-        size = math.gcd(half, PART)
-        starts = itertools.product(range(WARPGROUPS), range(0, half, size))
-        parts = [self.latents.at[index, matrix, :, pl.ds(start, size)] for matrix, start in starts]
-        return parts if self.rope is None else [*parts, self.rope.at[index]]
-
-    def values(self, slot: Scalar, warpgroup: Scalar) -> Ref:
-        """The values of a slot that are a warpgroup's."""
-        return self.latents.at[slot + 1, warpgroup]
-
-    def weights(self, slot: Scalar) -> Ref:
-        """The weights of the tokens of a slot."""
-        return self.of_weights.at[slot + 1 if self.of_weights is self.rope else 0]
-
-    def copy(self, index: Scalar, lot: int, latents: Source, rope: Source) -> None:
-        """Starts copies of a lot of rows of a tile; without rope keys, `rope` is not read."""
-        half = self.latents.shape[-1]
-        columns = [i * half for i in range(WARPGROUPS)]
-        if compat.interpreting():
-            for i, column in enumerate(columns):
-                _store_interpreted(self.latents, (index, i), lot, column, latents)
-            if self.rope is not None:
-                _store_interpreted(self.rope, (index,), lot, 0, rope)
-            return
-        _start_copies(self.latents, index, lot, columns, latents)
-        if self.rope is not None:
-            _start_copies(self.rope, index, lot, [0], rope)
-
-    def wait_for_warpgroups(self) -> None:
-        """A barrier of all threads, after which what they have stored is where tensor cores see it."""
-        if compat.interpreting():
-            self.wait_for_copies()
-        else:
-            lanes.wait_before_copies()
-
-    def announce(self) -> None:
-        """Tells the other warpgroup that what this one has stored is where tensor cores see it."""
-        if compat.interpreting():
-            self.wait_for_copies()
-        else:
-            lanes.arrive_for_warps(WEIGHTS_STORED, WARPGROUPS * WARPS)
-
-    def wait_for_announcement(self) -> None:
-        """Waits for `announce`."""
-        if compat.interpreting():
-            self.wait_for_copies()
-        else:
-            lanes.wait_for_warps(lanes.splat(WEIGHTS_STORED, jnp.int32), WARPGROUPS * WARPS)
-
-    def any(self, mask: jax.Array) -> jax.Array:
-        """Whether a row's bool holds in any warpgroup; a barrier of all threads."""
-        if not compat.interpreting():
-            return exchange.any_in_block(mask, WARPGROUPS * THREADS)
-        self.votes[lax.axis_index("warpgroup")] = jnp.any(mask).astype(jnp.int32)
-        self.wait_for_copies()
-        found = (self.votes[0] | self.votes[1]) != 0
-        self.wait_for_copies()
-        return found
-
-    def wait_for_copies(self) -> None:
-        """Waits until all threads' copies have arrived where tensor cores see them, and for all warpgroups."""
+    def wait_for_block(self) -> None:
+        """A barrier of all threads, after which tensor cores see what they have stored, and copies that had arrived."""
         if compat.interpreting():
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.all_stored)
             plgpu.barrier_wait(self.all_stored)
         else:
-            lanes.wait_for_copies_of_block()
+            lanes.show_to_tensor_cores()
+            lanes.wait_for_block()
+
+    def wait_for_own(self) -> None:
+        """`wait_for_block` of a warpgroup alone."""
+        lanes.show_to_tensor_cores()
+        own = lax.axis_index("warpgroup") + 2 * WARPGROUPS
+        lanes.wait_for_warps(lanes.splat(own, jnp.int32), WARPS)
+
+    def announce(self, warpgroup: Scalar) -> None:
+        """Tells the other warpgroup that the weights of this one's tile are stored."""
+        lanes.show_to_tensor_cores()
+        self._arrive(warpgroup)
+
+    def wait_for_announcement(self, warpgroup: Scalar) -> None:
+        """Waits for `announce` by a warpgroup."""
+        self._wait(warpgroup)
+
+    def release(self, warpgroup: Scalar) -> None:
+        """Tells a warpgroup that its tile, and the weights, have been read."""
+        self._arrive(warpgroup + WARPGROUPS)
+
+    def wait_for_release(self, warpgroup: Scalar) -> None:
+        """Waits for `release` of the tile of a warpgroup, this one."""
+        self._wait(warpgroup + WARPGROUPS)
+
+    def _arrive(self, signal: Scalar) -> None:
+        if compat.interpreting():
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.signals.at[signal])
+        else:
+            lanes.arrive_for_warps(lanes.splat(signal, jnp.int32), WARPGROUPS * WARPS)
+
+    def _wait(self, signal: Scalar) -> None:
+        if compat.interpreting():
+            plgpu.barrier_wait(self.signals.at[signal])
+        else:
+            lanes.wait_for_warps(lanes.splat(signal, jnp.int32), WARPGROUPS * WARPS)
 
 
 def rows_of_lot(lot: Scalar) -> jax.Array:
@@ -226,12 +232,12 @@ def rows_of_lot(lot: Scalar) -> jax.Array:
     return (lanes.thread_index() >> PER_RUN.bit_length() - 1) + lot * AT_ONCE
 
 
-def rows_by_lane() -> list[jax.Array]:
+def rows_by_lane(tokens: int) -> list[jax.Array]:
     """Rows of a tile, all of them in each warp, int32 `[128]` each."""
-    return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, TOKENS, LANES)]
+    return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, tokens, LANES)]
 
 
-def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: int, column: int, source: Source) -> None:
+def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: Scalar, column: Scalar, source: Source) -> None:
     """Stores columns of rows, from `column` on, to a lot of rows of a matrix."""
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)
@@ -243,23 +249,17 @@ def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: int, column: in
     )
 
 
-def _start_copies(ref: Ref, index: Scalar, lot: int, columns: list[int], source: Source) -> None:
-    """Starts copies to the matrices of a tile, each of which has the columns of rows from one of `columns` on."""
+def _start_copies(ref: Ref, row: Scalar, start: Scalar, source: Source) -> None:
+    """Starts copies to a lot of rows of a matrix, from row `row` of all on, of what begins `start` bytes into a row."""
     width = ref.shape[-1]
     swizzle, row_bytes = tiles.swizzle_of(width), width * tiles.ITEMSIZE
     thread = lanes.thread_index()
     chunk, in_group, group = thread & (PER_RUN - 1), (thread >> 3) & (tiles.GROUP - 1), thread >> 6
     to = tiles.offset(in_group, chunk * (tiles.CHUNK // tiles.ITEMSIZE), width) + group * (tiles.GROUP * row_bytes)
-    to = to + index * (len(columns) * ROWS * row_bytes)
-    firsts = [(i * ROWS + lot * AT_ONCE) * row_bytes for i in range(len(columns))]
-    runs = [
-        (first + run * tiles.GROUP * swizzle, column * tiles.ITEMSIZE + run * swizzle)
-        for first, column in zip(firsts, columns, strict=True)
-        for run in range(row_bytes // swizzle)
-    ]
+    runs = [(run * tiles.GROUP * swizzle, run * swizzle) for run in range(row_bytes // swizzle)]
     in_run = swizzle // tiles.CHUNK
     condition = None if in_run == PER_RUN else chunk < in_run
     size = jnp.where(source.is_row, lanes.splat(tiles.CHUNK, jnp.int32), 0)
-    offset = source.offset + chunk * tiles.CHUNK
-    chunks = lanes.Chunks(to, source.page, source.page_bytes, offset, size, runs, condition)
+    offset = source.offset + chunk * tiles.CHUNK + start
+    chunks = lanes.Chunks(to + row * row_bytes, source.page, source.page_bytes, offset, size, runs, condition)
     lanes.copy_or_clear(ref, tiles.transforms_of(width), source.ref, chunks)
