@@ -1,7 +1,7 @@
 """The MLA kernel: attention of 64 query rows of a sequence over its latents.
 
-A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles. A result of
-64 by 512 takes the registers of two warpgroups, each of which weights its half of the latents of every tile. They take
+A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles. Results of
+64 by 512 take the registers of two warpgroups, each of which weights half of the latents of every tile. They take
 turns: each computes the logits and weights of every second tile, which is its own, and the products of one are
 multiplied while the other computes weights, copies or decodes.
 
@@ -311,7 +311,7 @@ class LatentDecode:
         exchange.store_weights(self.tiles.of_weights.at[own], operand)
         self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
-        acc = warpgroups.product(operand, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
+        acc = warpgroups.product_of_rows(operand, self.tiles.tokens.latents.at[own, own], acc)
         return acc, largest, total, jnp.maximum(sums.top, highest)
 
     def follow(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
@@ -327,7 +327,7 @@ class LatentDecode:
 
         acc, total = lax.cond(exchange.any_of_warp(new > largest), raise_rows, lambda *x: x, acc, total)
         latents = self.tiles.tokens.latents.at[other, own]
-        acc = warpgroups.product(self.tiles.of_weights.at[other], latents, lambda: None, acc)
+        acc = warpgroups.product_of_rows(exchange.load_weights(self.tiles.of_weights.at[other]), latents, acc)
         # As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, the wait is for all
         # warps' reads.
         self.tiles.release(other)

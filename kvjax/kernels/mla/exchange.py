@@ -5,6 +5,8 @@ Both are in the rows of `plgpu.Layout.WGMMA`: a row belongs to a warp of each wa
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,27 +15,58 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from kvjax.kernels import compat, ptx, tiles
+from kvjax.kernels import compat, lanes, ptx, tiles
 from kvjax.kernels.aliases import Context, Lowered, Ref, Value
+from kvjax.kernels.lanes.words import LAYOUT, to_word
+from kvjax.kernels.registers import THREADS
 from kvjax.kernels.warpgroups import per_scalar
 
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_weights(ref: Ref, weights: jax.Array) -> None:
-    """Stores `[64, tokens]` of 16 bits as an operand of `wgmma`, which sees them after `Tiles.announce`."""
+    """Stores `[64, tokens]` of 16 bits, each thread its registers, which the thread of the same number loads."""
     if compat.interpreting():
         ref[...] = weights
         return
-    columns = weights.shape[1]
 
-    def run(_: Context, ref: Lowered, weights: Lowered) -> None:
-        weights.store_tiled(ref, tiles.swizzle_of(columns))  # an assignment would load what is there
+    def run(_: Context, ref: Lowered, offset: Lowered, weights: Lowered) -> None:
+        words = [utils.bitcast(register, ir.IntegerType.get_signless(32)) for register in weights.registers.flat]
+        for i, pointer in enumerate(_chunks(ref, offset, len(words))):
+            llvm.store(_vector_of(words[i * _WORDS : (i + 1) * _WORDS]), pointer, alignment=tiles.CHUNK)
 
-    types = plgpu.RefType(tiles.transforms_of(columns)), plgpu.Layout.WGMMA
-    plgpu.inline_mgpu(arg_types=types)(run)(ref, weights)
+    types = plgpu.RefType(tiles.transforms_of(ref.shape[-1])), LAYOUT, plgpu.Layout.WGMMA
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, lanes.thread_index() * tiles.CHUNK, weights)
+
+
+def load_weights(ref: Ref) -> jax.Array:
+    """Loads what `store_weights` has stored, as an operand of `wgmma`."""
+    if compat.interpreting():
+        loaded: jax.Array = ref[...]
+        return loaded
+    rows, columns = ref.shape
+    layout, dtype = plgpu.Layout.WGMMA, np.dtype(ref.dtype)
+
+    def run(_: Context, ref: Lowered, offset: Lowered) -> Lowered:
+        shape = layout.to_mgpu().registers_shape((rows, columns))
+        word = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        kind = ir.VectorType.get((_WORDS,), word)
+        registers = [
+            utils.bitcast(vector.extract(chunk, [], [i]), pair)
+            for chunk in (llvm.load(kind, x, alignment=tiles.CHUNK) for x in _chunks(ref, offset, math.prod(shape)))
+            for i in range(_WORDS)
+        ]
+        array = np.array(registers, dtype=object).reshape(shape)
+        return mgpu.FragmentedArray(_registers=array, _layout=layout.to_mgpu(), _is_signed=None)
+
+    types = plgpu.RefType(tiles.transforms_of(columns)), LAYOUT
+    result = plgpu.ShapeDtypeStruct((rows, columns), dtype, layout=layout)
+    inlined = plgpu.inline_mgpu(arg_types=types, return_type=result)(run)
+    weights: jax.Array = inlined(ref, lanes.thread_index() * tiles.CHUNK)
+    return weights
 
 
 def store_numbers(ref: Ref, numbers: jax.Array) -> None:
@@ -92,6 +125,20 @@ def any_of_warp(mask: jax.Array) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
     found = plgpu.inline_mgpu(arg_types=(_ROW,), return_type=result)(run)(mask.astype(jnp.int32))
     return found != 0
+
+
+_WORDS = tiles.CHUNK // 4
+
+
+def _chunks(ref: Lowered, offset: Lowered, words: int) -> list[Value]:
+    """Where the chunks of a thread begin: neighbours' follow each other, so that they are in different banks."""
+    byte, start = ir.IntegerType.get_signless(8), to_word(offset)
+    starts = [arith.addi(start, mgpu.c(i * THREADS * 4, start.type)) for i in range(0, words, _WORDS)]
+    return [utils.getelementptr(utils.memref_ptr(ref), [x], byte) for x in starts]
+
+
+def _vector_of(words: list[Value]) -> Value:
+    return vector.from_elements(ir.VectorType.get((len(words),), words[0].type), words)
 
 
 def _indices(size: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """Rows of quantized latents: their bytes in shared memory, and their decoding to a tile of 16 bits.
 
-Bytes of a tile arrive ahead, while the warpgroup multiplies the tile before; it decodes while the other multiplies. Four
+Bytes of a tile arrive while the warpgroup multiplies the one before; it decodes them while the other multiplies. Four
 threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4 with its scale, an eighth of a block
 of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The scales of `fp8_ds_mla` have
 float32's range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16 stay what they are.
