@@ -21,7 +21,6 @@ from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
 from kvjax.kernels.attention.choice import plain_problem
 from kvjax.kernels.mla import MLAConfig, few_rows_stages
 from kvjax.kernels.mla.packed import Packed
-from kvjax.kernels.mla.tiles import tile_tokens
 from kvjax.kernels.target import Target
 from kvjax.ops.route import Query, route
 
@@ -88,7 +87,7 @@ def test_on_a_gpu_results_are_rescaled_for_larger_logits_of_later_tiles(dtype, s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [MLAConfig(64, 5, 1), MLAConfig(64, 2, 1, part=1)], ids=["shares", "parts"])
+@pytest.mark.parametrize("config", [MLAConfig(5, 1), MLAConfig(2, 1, part=1)], ids=["shares", "parts"])
 def test_interpreted_parts_of_sequences_are_merged(config):
     invariant = config.part is not None
     check("bfloat16", (128, 16), 16, 2, 3, "bfloat16", None, None, config=config, invariant=invariant)
@@ -105,7 +104,7 @@ def test_interpreted_warpgroups_do_not_race(dtype, sizes, monkeypatch):
     problem = build(spec_of(dtype, sizes, 16), (200, 70))
     q = queries(problem.spec, (2, 2, 3), "bfloat16")
     with interpret_mode(detect_races=True):
-        out, lse = attend(problem, q, Softmax(SM_SCALE), MLAConfig(tile_tokens(problem.spec), 1, 1))
+        out, lse = attend(problem, q, Softmax(SM_SCALE), MLAConfig(1, 1))
         assert_near(problem, q, out, lse)
 
 

@@ -27,13 +27,23 @@ _LETTERS = {"i1": "b", "i16": "h", "i32": "r", "i64": "l", "f32": "f", f"!llvm.p
 
 
 def inline(
-    code: str, operands: Sequence[Value], types: Sequence[Value], *, side_effects: bool = False, clobber: str = ""
+    code: str,
+    operands: Sequence[Value],
+    types: Sequence[Value],
+    *,
+    side_effects: bool = False,
+    clobber: str = "",
+    early: bool = False,
 ) -> list[Value]:
     """Runs PTX in each thread, which writes `$0` and so on, of `types`, and reads the operands after them.
 
+    With `early` it may write before it has read all operands.
+
     Mosaic GPU has had such a function since jax 0.11.2.
     """
-    constraints = [f"={_LETTERS[str(t)]}" for t in types] + [_LETTERS[str(x.type)] for x in operands]
+    constraints = [f"={'&' if early else ''}{_LETTERS[str(t)]}" for t in types] + [
+        _LETTERS[str(x.type)] for x in operands
+    ]
     if clobber:
         constraints.append(clobber)
     if not types:

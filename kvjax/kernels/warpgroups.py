@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from kvjax import quant
-from kvjax.kernels import ptx, tiles
+from kvjax.kernels import ptx
 from kvjax.kernels.aliases import Accumulator, Context, Layout, Lowered, Ref, Value
 from kvjax.kernels.compat import interpreting, layout_cast
 from kvjax.kernels.registers import lane_layout
@@ -252,61 +252,6 @@ def product(
     shape = a.shape[0], right_operand.shape[1]
     multiplied: jax.Array = pl.run_scoped(multiply, _ACC(shape, jnp.float32))
     return multiplied
-
-
-def product_of_rows(a: jax.Array, b: Ref, total: jax.Array) -> jax.Array:
-    """`product` of `a` in registers, for fewer rows of `b` than `plgpu.wgmma` takes, which are 64.
-
-    Args:
-      a: 16 bits, `[64, k]`; k is a multiple of 16.
-      b: `[k, n]`, of `kernels.tiles.transforms_of(n)` with runs of 128 bytes.
-      total: float32 `[64, n]`, what the product is added to.
-    """
-    if interpreting():
-        return product(a, b, lambda: None, total)
-    k, n = b.shape
-    kind = {"float16": "f16", "bfloat16": "bf16"}[np.dtype(b.dtype).name]
-    run, group = 128, 8  # as in `kernels.tiles`: n is divided into runs of 128 bytes, k into groups of 8 rows
-
-    def multiply(_: Context, a: Lowered, b: Lowered, total: Lowered) -> Lowered:
-        i32, i64, f32 = (*(ir.IntegerType.get_signless(bits) for bits in (32, 64)), ir.F32Type.get())
-        group_bytes = n * b.type.element_type.width // 8 * group
-        # PTX ISA, "Matrix descriptor": addresses in units of 16 bytes; of `b` with n contiguous, first the bytes from
-        # run to run, then those from group to group.
-        constant = (run * group >> 4) << 16 | (group_bytes >> 4) << 32 | 1 << 62
-        address = arith.andi(llvm.ptrtoint(i64, utils.memref_ptr(b)), mgpu.c(0x3FFFF, i64))
-        descriptor = arith.ori(arith.shrui(address, mgpu.c(4, i64)), mgpu.c(constant, i64))
-        pairs = list(total.registers.flat)
-        sums = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
-        words = [utils.bitcast(register, i32) for register in a.registers.flat]
-        count = len(sums)
-        result = ", ".join(f"${i}" for i in range(count))
-        code = ["{ .reg .pred p; .reg .b64 d; setp.eq.u32 p, 0, 0; wgmma.fence.sync.aligned;"]
-        for step in range(k // 16):
-            operand = ", ".join(f"${2 * count + i}" for i in range(4 * step, 4 * step + 4))
-            code.append(
-                f"add.s64 d, ${2 * count + len(words)}, {step * (2 * group_bytes >> 4)};"
-                f" wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{result}}}, {{{operand}}}, d, p, 1, 1, 1;"
-            )
-        code.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }")
-        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(words) + ["l", "~{memory}"]
-        added = llvm.inline_asm(
-            llvm.StructType.get_literal([f32] * count),
-            [*sums, *words, descriptor],
-            " ".join(code),
-            ",".join(constraints),
-            has_side_effects=True,
-        )
-        sums = [llvm.extractvalue(f32, added, [i]) for i in range(count)]
-        registers = [vector.from_elements(pairs[0].type, sums[i : i + 2]) for i in range(0, count, 2)]
-        array = np.array(registers, dtype=object).reshape(total.registers.shape)
-        return mgpu.FragmentedArray(_registers=array, _layout=total.layout, _is_signed=None)
-
-    layout = plgpu.Layout.WGMMA
-    result = plgpu.ShapeDtypeStruct(total.shape, np.dtype(np.float32), layout=layout)
-    types = layout, plgpu.RefType(tiles.transforms_of(n)), layout
-    added: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=result)(multiply)(a, b, total)
-    return added
 
 
 def sum_of_products(

@@ -21,7 +21,6 @@ from kvjax.kernels.attention import BatchSizes, ReadArrays, Softmax
 from kvjax.kernels.attention.choice import plain_problem
 from kvjax.kernels.attention.problem import DecodeConfig
 from kvjax.kernels.mla import MLAConfig
-from kvjax.kernels.mla.tiles import tile_tokens
 from kvjax.kernels.target import Target
 from support import mla_reference
 from support.gpu_compile import CompiledProgram, compile_for
@@ -98,8 +97,7 @@ def check(
     spec = spec_of(dtype, sizes, block_size)
     if config is None and kernel == "many":
         passes = -(-q_len * heads // 64)
-        rows = tile_tokens(spec)
-        config = MLAConfig(rows, 132 if on_gpu else 2, passes, part=512 // rows if invariant else None)
+        config = MLAConfig(132 if on_gpu else 2, passes, part=8 if invariant else None)
     problem = build(spec, lengths, None if window is None else window + q_len - 1, growth=growth)
     q = queries(spec, (len(lengths), q_len, heads), query_dtype)
     if growth:

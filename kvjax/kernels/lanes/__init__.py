@@ -10,11 +10,14 @@ and column `c` (0 to 3) of an 8 by 4 grid; `_grid` shows a register in that form
 
 from __future__ import annotations
 
+from kvjax.kernels.lanes.access import Bytes as Bytes
 from kvjax.kernels.lanes.access import load_global as load_global
+from kvjax.kernels.lanes.access import load_global_bytes as load_global_bytes
 from kvjax.kernels.lanes.access import load_shared as load_shared
 from kvjax.kernels.lanes.access import load_transposed as load_transposed
 from kvjax.kernels.lanes.access import max_global as max_global
 from kvjax.kernels.lanes.access import prefetch_global as prefetch_global
+from kvjax.kernels.lanes.access import prefetch_global_bytes as prefetch_global_bytes
 from kvjax.kernels.lanes.access import store_global as store_global
 from kvjax.kernels.lanes.access import store_global_words as store_global_words
 from kvjax.kernels.lanes.access import store_shared as store_shared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,72 @@ def load_global(ref: Ref, index: jax.Array, condition: jax.Array | None = None, 
     shapes = (plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT),)
     types = plgpu.RefType(), LAYOUT, *((LAYOUT,) * len(extra))
     return plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)(ref, index, *extra)[0]
+
+
+class Bytes(NamedTuple):
+    """Bytes in global memory, for each thread; numbers of threads are int32 `[128]`.
+
+    Attributes:
+      page: page in the reference.
+      page_bytes: bytes between pages.
+      offset: byte in the page.
+      condition: bool `[128]`, whether there are any; zeros are loaded where it does not hold.
+    """
+
+    page: jax.Array
+    page_bytes: int
+    offset: jax.Array
+    condition: jax.Array
+
+
+def load_global_bytes(ref: Ref, where: Bytes, size: int, immediate: int = 0) -> list[jax.Array]:
+    """Loads 4, 8 or 16 bytes, aligned to as many, from byte `immediate` of `where` on, as uint32 registers."""
+    count = size // 4
+    if compat.interpreting():
+        data = lax.bitcast_convert_type(ref[...], jnp.uint8).reshape(-1)
+        start = where.page * where.page_bytes + where.offset + immediate
+        found = jnp.take(data, byte_indices(start, size), mode="clip").reshape(THREADS, count, 4)
+        words = lax.bitcast_convert_type(found, jnp.uint32)
+        return [jnp.where(where.condition, column(words, i), jnp.uint32(0)) for i in range(count)]
+
+    def run(_: Context, ref: Lowered, page: Lowered, offset: Lowered, condition: Lowered) -> Lowered:
+        i32 = ir.IntegerType.get_signless(32)
+        address = _page_address(ref, page, where.page_bytes, offset)
+        registers = ", ".join(f"${i}" for i in range(count))
+        clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+        to, kind = (registers, "b32") if count == 1 else (f"{{{registers}}}", f"v{count}.b32")
+        code = (
+            f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {clear}"
+            f" @p ld.global.{kind} {to}, [${count}+{immediate}]; }}"
+        )
+        values = ptx.inline(code, [address, to_word(condition)], [i32] * count, side_effects=True, early=True)
+        return tuple(from_word(value, np.uint32) for value in values)
+
+    shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(count))
+    types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
+    inlined = plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)
+    return list(inlined(ref, where.page, where.offset, where.condition))
+
+
+def prefetch_global_bytes(ref: Ref, where: Bytes, size: int) -> None:
+    """Starts to bring bytes to the L2 cache; `size` and addresses are multiples of 16."""
+    if compat.interpreting():
+        return
+
+    def run(_: Context, ref: Lowered, page: Lowered, offset: Lowered, condition: Lowered) -> None:
+        address = _page_address(ref, page, where.page_bytes, offset)
+        code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p cp.async.bulk.prefetch.L2.global [$0], {size}; }}"
+        ptx.inline(code, [address, to_word(condition)], [], side_effects=True)
+
+    types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
+    plgpu.inline_mgpu(arg_types=types)(run)(ref, where.page, where.offset, where.condition)
+
+
+def _page_address(ref: Lowered, page: Lowered, page_bytes: int, offset: Lowered) -> Value:
+    i64 = ir.IntegerType.get_signless(64)
+    address = arith.muli(arith.extui(i64, to_word(page)), mgpu.c(page_bytes, i64))
+    address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), address)
+    return arith.addi(address, arith.extui(i64, to_word(offset)))
 
 
 def prefetch_global(ref: Ref, index: jax.Array, condition: jax.Array) -> None:

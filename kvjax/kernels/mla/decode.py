@@ -30,10 +30,20 @@ from kvjax.kernels.aliases import Carry, DType, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, Workers, serve
 from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, margin, reference, rounding
-from kvjax.kernels.mla import exchange
+from kvjax.kernels.mla import exchange, packed
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
-from kvjax.kernels.mla.tiles import AT_ONCE, ROWS, WARPGROUPS, Source, Tiles, rows_by_lane, rows_of_lot
+from kvjax.kernels.mla.tiles import (
+    AT_ONCE,
+    LOTS,
+    ROWS,
+    TOKENS,
+    WARPGROUPS,
+    Source,
+    Tiles,
+    rows_by_lane,
+    rows_of_lot,
+)
 from kvjax.kernels.registers import LANES
 
 
@@ -122,7 +132,7 @@ class LatentDecode:
         self.tiles.wait_for_block()  # until both have read the queries and the tiles of the segment before
         self.copy_query(sequence)
         lanes.end_group_of_copies()
-        self.copy(first + own, entries, own < count)
+        self.fetch(first + own, entries, own < count, lambda: None)
         lanes.wait_for_own_copies(self.groups)
         self.tiles.wait_for_block()
         half = self.tiles.tokens.latents.shape[-1]
@@ -144,36 +154,23 @@ class LatentDecode:
         return self.joined(*state), cursor
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a tile."""
-        return self.config.rows
-
-    @property
     def groups(self) -> int:
-        """Groups of copies of a tile: where they are those of latents themselves, own ones come first."""
-        return 2 if self.packed is None else 1
+        """Groups of copies of a tile, of which there are none where bytes are decoded."""
+        return 2 if self.packed is None else 0
 
     def turn(
         self, segment: Segment, tile: jax.Array, is_later: jax.Array, following: tuple[Any, ...], state: Carry
     ) -> Carry:
-        """Adds a tile of the warpgroup, and the one before; starts copies of the one after next."""
+        """Adds the tile before and one of the warpgroup, and fetches its next one."""
         own = lax.axis_index("warpgroup")
-        if self.packed is None:
-            logits = self.logits(segment, tile)
-            acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
-        else:
-            lanes.wait_for_own_copies(0)
-            self.tiles.wait_for_own()
-            self.packed.decode()
-            self.tiles.wait_for_own()
-            self.copy(*following)
-            acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
-            logits = self.logits(segment, tile)
+        if self.packed is not None:
+            tile_after, entries, _ = following
+            for lot, entry in enumerate(entries):
+                self.packed.prefetch(self.source(tile_after, lot, entry))
+        acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
+        logits = self.logits(segment, tile)
         acc, *sums = self.lead(logits, acc, RowSums(*sums))
-        if self.packed is None:
-            self.copy(*following, is_read=lambda: self.tiles.wait_for_release(own))
-        else:
-            self.tiles.wait_for_release(own)
+        self.fetch(*following, lambda: self.tiles.wait_for_release(own))
         return acc, *sums
 
     def copy_query(self, sequence: jax.Array) -> None:
@@ -195,37 +192,42 @@ class LatentDecode:
             for source in rope:
                 rows.copy_rope_keys(0, lot, source)
 
+    def row(self, lot: int) -> jax.Array:
+        """The row of a tile that a thread fetches a part of."""
+        return rows_of_lot(lot) if self.packed is None else packed.rows_of_lot(lot)
+
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
-        """The entries of the block table for rows of a tile, by default those that the thread copies.
+        """The entries of the block table for rows of a tile, by default those that the thread fetches.
 
         They are -1 for what is no token.
         """
         found = []
-        for row in map(rows_of_lot, range(self.tokens // AT_ONCE)) if rows is None else rows:
-            position = row + tile * self.tokens
+        for row in map(self.row, range(LOTS if self.packed is None else packed.LOTS)) if rows is None else rows:
+            position = row + tile * TOKENS
             is_token = (position >= segment.start) & (position < segment.end)
             index = segment.table + lax.div(position, jnp.int32(self.problem.spec.block_size))
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
-    def copy(
-        self, tile: Scalar, entries: list[jax.Array], is_tile: jax.Array, is_read: Callable[[], None] = lambda: None
+    def fetch(
+        self, tile: Scalar, entries: list[jax.Array], is_tile: jax.Array, wait_for_release: Callable[[], None]
     ) -> None:
-        """Starts copies of a tile of the warpgroup, if it is one.
+        """Copies or decodes a tile of the warpgroup, if it is one, to where the one before was.
 
-        Those of latents that it alone reads come first; `is_read` waits until the other has read its own.
+        Copies of latents that it alone reads start before the other has read its own.
         """
         own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
         sources = [self.source(tile, lot, entry) for lot, entry in enumerate(entries)]
         if self.packed is not None:
-            packed = self.packed
+            decoder = self.packed
+            wait_for_release()
 
             @pl.when(is_tile)
-            def copy_bytes() -> None:
-                for lot, source in enumerate(sources):
-                    packed.copy(lot, source)
+            def decode() -> None:
+                # All are loaded before any is stored: no compiler moves loads to before stores.
+                for lot, loaded in enumerate([decoder.load(source) for source in sources]):
+                    decoder.store(lot, loaded)
 
-            lanes.end_group_of_copies()
             return
 
         @pl.when(is_tile)
@@ -234,7 +236,7 @@ class LatentDecode:
                 tokens.copy_latents(own, own, lot, source)
 
         lanes.end_group_of_copies()
-        is_read()
+        wait_for_release()
 
         @pl.when(is_tile)
         def copy_others() -> None:
@@ -250,7 +252,7 @@ class LatentDecode:
         problem = self.problem
         num_blocks, layer = self.pages()
         is_token = entry < num_blocks  # as unsigned: negative entries are large
-        token = lax.rem(rows_of_lot(lot) + tile * self.tokens, jnp.int32(problem.spec.block_size))
+        token = lax.rem(self.row(lot) + tile * TOKENS, jnp.int32(problem.spec.block_size))
         page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
         page = jnp.where(is_token, page, 0)
         offset = token * problem.spec.bytes_per_token
@@ -263,23 +265,22 @@ class LatentDecode:
     def logits(self, segment: Segment, tile: Scalar) -> jax.Array:
         """The logits of a tile of the warpgroup, binary logarithms: -inf for what rows do not see."""
         own, problem = lax.axis_index("warpgroup"), self.problem
-        entries = self.entries(segment, tile, rows_by_lane(self.tokens))  # which arrive while products run
+        entries = self.entries(segment, tile, rows_by_lane())  # which arrive while products run
         queries, tokens = self.tiles.queries, self.tiles.tokens
 
         def columns(matrix: Scalar) -> list[tuple[Ref, Ref]]:
             return list(zip(queries.columns(0, matrix), tokens.columns(own, matrix), strict=True))
 
         def wait(later: int) -> None:
-            if self.packed is None:
-                lanes.wait_for_own_copies(later)
-                self.tiles.wait_for_own()
+            lanes.wait_for_own_copies(later)
+            self.tiles.wait_for_own()
 
         wait(1)
         rope = [] if tokens.rope is None else [(queries.rope.at[0], tokens.rope.at[own])]
         scale = np.float32(problem.sm_scale * LOG2_E)
         is_scale_of_all = problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or not rope
         others = columns(1 - own) + (rope if is_scale_of_all else [])
-        logits = warpgroups.sum_of_products(columns(own), lambda: wait(0), others)
+        logits = warpgroups.sum_of_products(columns(own), lambda: None if self.packed else wait(0), others)
         logits *= scale * self.scale() if is_scale_of_all else self.scale()
         if not is_scale_of_all:  # it is of latents alone: to what they add up to in registers, rope keys are added
             [pair] = rope
@@ -311,7 +312,7 @@ class LatentDecode:
         exchange.store_weights(self.tiles.of_weights.at[own], operand)
         self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
-        acc = warpgroups.product_of_rows(operand, self.tiles.tokens.latents.at[own, own], acc)
+        acc = warpgroups.product(operand, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
         return acc, largest, total, jnp.maximum(sums.top, highest)
 
     def follow(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
@@ -327,7 +328,8 @@ class LatentDecode:
 
         acc, total = lax.cond(exchange.any_of_warp(new > largest), raise_rows, lambda *x: x, acc, total)
         latents = self.tiles.tokens.latents.at[other, own]
-        acc = warpgroups.product_of_rows(exchange.load_weights(self.tiles.of_weights.at[other]), latents, acc)
+        weights = exchange.load_weights(self.tiles.of_weights.at[other], self.dtype)
+        acc = warpgroups.product(weights, latents, lambda: None, acc)
         # As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, the wait is for all
         # warps' reads.
         self.tiles.release(other)
@@ -350,27 +352,24 @@ class LatentDecode:
     def of_tokens(self, logits: jax.Array, entries: list[jax.Array]) -> jax.Array:
         """Logits, -inf for what is no token by the block table's entries, which each warp has for all rows."""
         num_blocks, _ = self.pages()
-        ballots = [lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries]
+        low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries)
 
         def mask(logits: jax.Array) -> jax.Array:
-            row = compat.layout_cast(lax.iota(jnp.int32, self.tokens), plgpu.Layout.WGMMA.reduce(0))
-            bits = jnp.where(row < LANES, ballots[0], ballots[-1])
+            row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
             # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
-            bits = bits >> (row & 6)
+            bits = jnp.where(row < LANES, low, high) >> (row & 6)
             is_token = bits >> (row & (LANES - 1 - 6)) & 1
             bias = jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
             return logits + lax.broadcast_in_dim(bias, logits.shape, [1])
 
-        masked: jax.Array = lax.cond(
-            functools.reduce(lax.bitwise_and, ballots) != -1, mask, lambda logits: logits, logits
-        )
+        masked: jax.Array = lax.cond((low & high) != -1, mask, lambda logits: logits, logits)
         return masked
 
     def masked(self, segment: Segment, tile: Scalar, logits: jax.Array) -> jax.Array:
         """Logits, -inf for the tokens that a row does not see but others do."""
         problem, shape = self.problem, logits.shape
-        first_token = tile * self.tokens
-        is_mixed = first_token + self.tokens > segment.length - problem.q_len + 1
+        first_token = tile * TOKENS
+        is_mixed = first_token + TOKENS > segment.length - problem.q_len + 1
         if problem.window is not None:
             is_mixed |= first_token < segment.length - problem.window
 

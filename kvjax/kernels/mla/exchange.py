@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from kvjax.kernels import compat, lanes, ptx, tiles
-from kvjax.kernels.aliases import Context, Lowered, Ref, Value
+from kvjax.kernels.aliases import Context, DType, Lowered, Ref, Value
 from kvjax.kernels.lanes.words import LAYOUT, to_word
 from kvjax.kernels.registers import THREADS
 from kvjax.kernels.warpgroups import per_scalar
@@ -27,9 +27,12 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_weights(ref: Ref, weights: jax.Array) -> None:
-    """Stores `[64, tokens]` of 16 bits, each thread its registers, which the thread of the same number loads."""
+    """Stores 16 bits `[64, tokens]`, each thread its registers, to be loaded by the thread of the same number.
+
+    `ref` has as many elements of any 16 bits.
+    """
     if compat.interpreting():
-        ref[...] = weights
+        ref[...] = lax.bitcast_convert_type(weights, ref.dtype)
         return
 
     def run(_: Context, ref: Lowered, offset: Lowered, weights: Lowered) -> None:
@@ -41,13 +44,12 @@ def store_weights(ref: Ref, weights: jax.Array) -> None:
     plgpu.inline_mgpu(arg_types=types)(run)(ref, lanes.thread_index() * tiles.CHUNK, weights)
 
 
-def load_weights(ref: Ref) -> jax.Array:
+def load_weights(ref: Ref, dtype: DType) -> jax.Array:
     """Loads what `store_weights` has stored, as an operand of `wgmma`."""
     if compat.interpreting():
-        loaded: jax.Array = ref[...]
-        return loaded
+        return lax.bitcast_convert_type(ref[...], dtype)
     rows, columns = ref.shape
-    layout, dtype = plgpu.Layout.WGMMA, np.dtype(ref.dtype)
+    layout = plgpu.Layout.WGMMA
 
     def run(_: Context, ref: Lowered, offset: Lowered) -> Lowered:
         shape = layout.to_mgpu().registers_shape((rows, columns))

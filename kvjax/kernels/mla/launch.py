@@ -16,7 +16,7 @@ from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number
 from kvjax.kernels.mla import few_rows_stages
 from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
-from kvjax.kernels.mla.packed import Packed, scratch_type
+from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
@@ -53,9 +53,8 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         buffer, others, barriers = shared
         FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
         return
-    is_packed = problem.spec.dtype.is_quantized
-    tiles = Tiles.of(problem.spec, tuple(shared[int(is_packed) :]))
-    packed = Packed(problem.spec, shared[0], tiles) if is_packed else None
+    tiles = Tiles.of(problem.spec, tuple(shared))
+    packed = Packed(problem.spec, tiles) if problem.spec.dtype.is_quantized else None
     LatentDecode(problem, config, refs, tiles, packed).run()
 
 
@@ -68,8 +67,7 @@ def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, o
         shared.append(plgpu.SMEM((barriers // 4,), jnp.int32))
         grid, warpgroups = {"block": config.blocks, "heads": 1}, config.warps // WARPS
     else:
-        packed = [scratch_type(spec)] if spec.dtype.is_quantized else []
-        shared = packed + scratch_types(spec)
+        shared = scratch_types(spec)
         grid, warpgroups = {"block": config.blocks, "rows": config.passes}, WARPGROUPS
     kernel: Kernel = plgpu.kernel(
         compat.named("mla_paged_attention", body),

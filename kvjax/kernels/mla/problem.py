@@ -16,8 +16,7 @@ from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_probl
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES
 from kvjax.kernels.mla import few_rows_stages
-from kvjax.kernels.mla.packed import shared_bytes as packed_bytes
-from kvjax.kernels.mla.tiles import ROWS, shared_bytes, tile_tokens
+from kvjax.kernels.mla.tiles import ROWS, TOKENS, shared_bytes
 from kvjax.kernels.registers import WARPS
 from kvjax.kernels.target import Target
 from kvjax.spec import AttentionSpec
@@ -54,18 +53,21 @@ class MLAConfig:
     """How the kernel is launched.
 
     Attributes:
-      rows: tokens of a tile, the stage of a schedule.
       blocks: thread blocks that share the work of a pass.
       passes: runs of `ROWS` query rows; each is the work of other thread blocks, which read all tokens.
       part: for batch-invariant calls the least tiles of a part; None where shares of thread blocks divide sequences.
       merge: how the merge is launched.
     """
 
-    rows: int
     blocks: int
     passes: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a tile, the stage of a schedule."""
+        return TOKENS
 
 
 def why_not(
@@ -126,9 +128,8 @@ def why_not_many(spec: AttentionSpec, target: Target) -> str | None:
     for name in ("page_size_bytes", "bytes_per_token"):
         if (size := getattr(spec, name)) % 16:
             return f"it copies 16 bytes at once; got {name}={size}"
-    packed = packed_bytes(spec) if spec.dtype.is_quantized else 0
     # The compiler takes a byte more.
-    if (needed := shared_bytes(spec) + packed + 1) > target.shared_bytes:
+    if (needed := shared_bytes(spec) + 1) > target.shared_bytes:
         return f"its tiles take {needed} bytes of shared memory; got {target.shared_bytes}"
     return None
 
@@ -153,9 +154,8 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
     is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
     if is_few and (few := few_config(problem, target, num_blocks)):
         return few
-    rows = tile_tokens(problem.spec)
-    part = PART_TOKENS // rows if problem.batch_invariant else None
-    return MLAConfig(rows, max(1, num_blocks // passes), passes, part, merge_config(problem))
+    part = PART_TOKENS // TOKENS if problem.batch_invariant else None
+    return MLAConfig(max(1, num_blocks // passes), passes, part, merge_config(problem))
 
 
 def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfig | None:

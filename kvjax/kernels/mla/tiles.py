@@ -26,6 +26,9 @@ from kvjax.spec import AttentionSpec
 ROWS = 64
 """Query rows of a thread block: the rows of one `wgmma`."""
 
+TOKENS = 64
+"""Tokens of a tile."""
+
 WARPGROUPS = 2
 """Each has a tile of its own in shared memory, and half of the results."""
 
@@ -42,23 +45,17 @@ NUMBERS = 3
 """Numbers of each query row that a warpgroup tells the other: what weights are relative to, and two sums."""
 
 
-def tile_tokens(spec: AttentionSpec) -> int:
-    """Tokens of a tile. Where bytes are decoded, shared memory holds theirs beside two tiles of half the size."""
-    return 32 if spec.dtype.is_quantized else 64
-
-
 def shared_bytes(spec: AttentionSpec) -> int:
-    """Bytes of shared memory of a thread block, without those of `Packed`."""
-    tokens = tile_tokens(spec)
+    """Bytes of shared memory of a thread block."""
     row_bytes = sum(spec.part_sizes) * tiles.ITEMSIZE  # of each part a multiple of 32, so that tiles are aligned
-    weights_bytes = 0 if _weights_replace_rope_keys(spec) else WARPGROUPS * ROWS * tokens * tiles.ITEMSIZE
+    weights_bytes = 0 if _weights_replace_rope_keys(spec) else WARPGROUPS * ROWS * TOKENS * tiles.ITEMSIZE
     numbers_bytes = WARPGROUPS * NUMBERS * ROWS * 4
-    return (ROWS + WARPGROUPS * tokens) * row_bytes + weights_bytes + numbers_bytes
+    return (ROWS + WARPGROUPS * TOKENS) * row_bytes + weights_bytes + numbers_bytes
 
 
 def _weights_replace_rope_keys(spec: AttentionSpec) -> bool:
     """Whether weights are stored over the rope keys of their tile, which logits were the last to read."""
-    return not spec.dtype.is_quantized and spec.part_sizes[1] == ROWS
+    return spec.part_sizes[1] == ROWS
 
 
 def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
@@ -76,15 +73,15 @@ def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
 
 def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
     """The shared memory of `Tiles`."""
-    (rank, rope), tokens = spec.part_sizes, tile_tokens(spec)
+    rank, rope = spec.part_sizes
     half, (dtype, rope_dtype) = rank // WARPGROUPS, operand_dtypes(spec)
     shared: list[ScratchType] = []
-    for count, rows in ((1, ROWS), (WARPGROUPS, tokens)):
+    for count, rows in ((1, ROWS), (WARPGROUPS, TOKENS)):
         shared.append(plgpu.SMEM((count, WARPGROUPS, rows, half), dtype, transforms=tiles.transforms_of(half)))
         if rope:
             shared.append(tiles.shared(count, rows, rope, rope_dtype))
     if not _weights_replace_rope_keys(spec):
-        shared.append(tiles.shared(WARPGROUPS, ROWS, tokens, dtype))
+        shared.append(tiles.shared(WARPGROUPS, ROWS, TOKENS, dtype))
     shared.append(plgpu.SMEM((WARPGROUPS, NUMBERS, ROWS), jnp.float32))
     if compat.interpreting():
         shared += [plgpu.Barrier(num_arrivals=WARPGROUPS), plgpu.Barrier(num_barriers=2 * WARPGROUPS)]
@@ -158,7 +155,7 @@ class Tiles:
     Attributes:
       queries: one set of rows.
       tokens: those of the two tiles.
-      of_weights: `[2, 64, tokens]`, or the rope keys of `tokens` where weights are stored over these.
+      of_weights: 16 bits `[2, 64, 64]`, or the rope keys of `tokens` where weights are stored over these.
       numbers: float32 `[2, NUMBERS, 64]`.
       all_stored: in interpret mode a barrier, which completes when all warpgroups have arrived; else None.
       signals: in interpret mode the barriers of `announce` and `release`; else None.
@@ -227,14 +224,17 @@ class Tiles:
             lanes.wait_for_warps(lanes.splat(signal, jnp.int32), WARPGROUPS * WARPS)
 
 
+LOTS = TOKENS // AT_ONCE
+
+
 def rows_of_lot(lot: Scalar) -> jax.Array:
     """The rows of a tile in a lot, for each thread the one that it copies or decodes a part of, int32 `[128]`."""
     return (lanes.thread_index() >> PER_RUN.bit_length() - 1) + lot * AT_ONCE
 
 
-def rows_by_lane(tokens: int) -> list[jax.Array]:
+def rows_by_lane() -> list[jax.Array]:
     """Rows of a tile, all of them in each warp, int32 `[128]` each."""
-    return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, tokens, LANES)]
+    return [(lanes.thread_index() & (LANES - 1)) + later for later in range(0, TOKENS, LANES)]
 
 
 def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: Scalar, column: Scalar, source: Source) -> None:
