@@ -22,6 +22,7 @@ from kvjax.kernels.lanes.access import store_global as store_global
 from kvjax.kernels.lanes.access import store_global_words as store_global_words
 from kvjax.kernels.lanes.access import store_shared as store_shared
 from kvjax.kernels.lanes.blocks import over_block as over_block
+from kvjax.kernels.lanes.copies import FIRST_BARRIER as FIRST_BARRIER
 from kvjax.kernels.lanes.copies import Chunks as Chunks
 from kvjax.kernels.lanes.copies import Copy as Copy
 from kvjax.kernels.lanes.copies import arrive_as_warp as arrive_as_warp

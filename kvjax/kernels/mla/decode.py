@@ -304,11 +304,12 @@ class LatentDecode:
             shrink = jnp.exp2(largest - new)
             return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), new, total * shrink
 
-        is_raised = exchange.any_of_warp(highest > sums.largest + np.float32(HEADROOM - above))
+        is_raised = self.tiles.any(highest > sums.largest + np.float32(HEADROOM - above))
         acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, sums.largest, sums.total)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
         operand = weights.astype(self.dtype)
-        exchange.store_numbers(self.tiles.numbers.at[own, 0], largest)
+        for i, numbers in enumerate((largest, _of_rows(is_raised.astype(jnp.float32)))):
+            exchange.store_numbers(self.tiles.numbers.at[own, i], numbers)
         exchange.store_weights(self.tiles.of_weights.at[own], operand)
         self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
@@ -320,13 +321,13 @@ class LatentDecode:
         own = lax.axis_index("warpgroup")
         other = 1 - own
         self.tiles.wait_for_announcement(other)
-        new = exchange.load_numbers(self.tiles.numbers.at[other, 0])
+        new, is_raised = (exchange.load_numbers(self.tiles.numbers.at[other, i]) for i in range(2))
 
         def raise_rows(acc: jax.Array, total: jax.Array) -> Carry:
             shrink = jnp.exp2(largest - new)
             return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), total * shrink
 
-        acc, total = lax.cond(exchange.any_of_warp(new > largest), raise_rows, lambda *x: x, acc, total)
+        acc, total = lax.cond(exchange.is_set(is_raised), raise_rows, lambda *x: x, acc, total)
         latents = self.tiles.tokens.latents.at[other, own]
         weights = exchange.load_weights(self.tiles.of_weights.at[other], self.dtype)
         acc = warpgroups.product(weights, latents, lambda: None, acc)
@@ -338,10 +339,10 @@ class LatentDecode:
     def joined(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
         """The sums of both warpgroups' tiles."""
         own, numbers = lax.axis_index("warpgroup"), self.tiles.numbers
-        for i, value in enumerate((total, top), 1):
+        for i, value in enumerate((total, top), 2):
             exchange.store_numbers(numbers.at[own, i], value)
         self.tiles.wait_for_block()
-        other_total, other_top = (exchange.load_numbers(numbers.at[1 - own, i]) for i in (1, 2))
+        other_total, other_top = (exchange.load_numbers(numbers.at[1 - own, i]) for i in (2, 3))
         return acc, largest, total + other_total, jnp.maximum(top, other_top)
 
     @property
@@ -433,7 +434,7 @@ class LatentDecode:
                 lanes.store_global(self.refs.spans, index, lanes.splat(value, jnp.int32), thread == 0)
 
 
-def _of_rows(value: float) -> jax.Array:
+def _of_rows(value: Scalar) -> jax.Array:
     return compat.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 

@@ -107,26 +107,45 @@ def load_numbers(ref: Ref) -> jax.Array:
     return numbers
 
 
-def any_of_warp(mask: jax.Array) -> jax.Array:
-    """Whether a bool of rows holds for one of a warp's; in interpret mode, for one of all rows."""
+def any_of_warpgroup(mask: jax.Array, barrier: jax.Array) -> jax.Array:
+    """Whether a bool of rows holds for one of them; a barrier of the warpgroup, of a number of `lanes.wait_for_warps`.
+
+    Of all rows, not of those of a warp: where warps took different branches, compilers might copy what comes after them
+    to both, and the warps of a `wgmma` have to meet at one instruction.
+    """
     if compat.interpreting():
         return jnp.any(mask)
 
-    def run(_: Context, mask: Lowered) -> Lowered:
+    def run(_: Context, mask: Lowered, barrier: Lowered) -> Lowered:
         i32 = ir.IntegerType.get_signless(32)
         mine = mgpu.c(0, i32)
         for register in mask.registers.flat:
             mine = arith.ori(mine, ptx.scalar(register))
         code = (
             "{ .reg .pred mine, any; setp.ne.s32 mine, $1, 0;"
-            " vote.sync.any.pred any, mine, 0xffffffff; selp.s32 $0, 1, 0, any; }"
+            f" barrier.cta.red.or.pred any, $2, {THREADS}, mine; selp.s32 $0, 1, 0, any; }}"
         )
-        [found] = ptx.inline(code, [mine], [i32], side_effects=True)
+        [found] = ptx.inline(code, [mine, to_word(barrier)], [i32], clobber="~{memory}", side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
     result = plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=plgpu.Layout.WG_SPLAT(()))
-    found = plgpu.inline_mgpu(arg_types=(_ROW,), return_type=result)(run)(mask.astype(jnp.int32))
+    inlined = plgpu.inline_mgpu(arg_types=(_ROW, LAYOUT), return_type=result)(run)
+    found = inlined(mask.astype(jnp.int32), barrier + lanes.FIRST_BARRIER)
     return found != 0
+
+
+def is_set(numbers: jax.Array) -> jax.Array:
+    """Whether a number that all rows have is not 0."""
+    if compat.interpreting():
+        return numbers[0] != 0
+
+    def run(_: Context, numbers: Lowered) -> Lowered:
+        number = ptx.scalar(numbers.registers.flat[0])
+        return mgpu.FragmentedArray.splat(number, (), is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((), np.dtype(np.float32), layout=plgpu.Layout.WG_SPLAT(()))
+    number: jax.Array = plgpu.inline_mgpu(arg_types=(_ROW,), return_type=result)(run)(numbers)
+    return number != 0
 
 
 _WORDS = tiles.CHUNK // 4

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Barriers, DType, Ref, Scalar, ScratchType
+from kvjax.kernels.mla import exchange
 from kvjax.kernels.registers import LANES, THREADS, WARPS
 from kvjax.spec import AttentionSpec
 
@@ -41,8 +42,9 @@ PER_RUN = 8
 AT_ONCE = THREADS // PER_RUN
 """Rows that a warpgroup copies at once: a lot of rows."""
 
-NUMBERS = 3
-"""Numbers of each query row that a warpgroup tells the other: what weights are relative to, and two sums."""
+NUMBERS = 4
+"""Numbers of each query row that a warpgroup tells the other: what weights are relative to, whether that of any row has
+changed, and two sums."""
 
 
 def shared_bytes(spec: AttentionSpec) -> int:
@@ -190,8 +192,14 @@ class Tiles:
     def wait_for_own(self) -> None:
         """`wait_for_block` of a warpgroup alone."""
         lanes.show_to_tensor_cores()
-        own = lax.axis_index("warpgroup") + 2 * WARPGROUPS
-        lanes.wait_for_warps(lanes.splat(own, jnp.int32), WARPS)
+        lanes.wait_for_warps(self._own_barrier(), WARPS)
+
+    def any(self, mask: jax.Array) -> jax.Array:
+        """Whether a bool of rows holds for one of them; a barrier of the warpgroup."""
+        return exchange.any_of_warpgroup(mask, self._own_barrier())
+
+    def _own_barrier(self) -> jax.Array:
+        return lanes.splat(lax.axis_index("warpgroup") + 2 * WARPGROUPS, jnp.int32)
 
     def announce(self, warpgroup: Scalar) -> None:
         """Tells the other warpgroup that the weights of this one's tile are stored."""
