@@ -31,7 +31,7 @@ from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, Workers, serve
 from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, margin, reference, rounding
 from kvjax.kernels.mla import exchange, packed
-from kvjax.kernels.mla.packed import Packed
+from kvjax.kernels.mla.packed import Loaded, Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import (
     AT_ONCE,
@@ -132,7 +132,8 @@ class LatentDecode:
         self.tiles.wait_for_block()  # until both have read the queries and the tiles of the segment before
         self.copy_query(sequence)
         lanes.end_group_of_copies()
-        self.fetch(first + own, entries, own < count, lambda: None)
+        begun = self.begin(first + own, entries)
+        self.fetch(begun, own < count, lambda: None)
         lanes.wait_for_own_copies(self.groups)
         self.tiles.wait_for_block()
         half = self.tiles.tokens.latents.shape[-1]
@@ -149,8 +150,8 @@ class LatentDecode:
         entries = self.entries(segment, first + own + WARPGROUPS)
         turns = lax.div(count - own + 1, jnp.int32(WARPGROUPS))
         _, *state = lax.fori_loop(0, turns, body, (entries, acc, *sums))
-        is_last_own = ((count - 1) & 1) == own
-        state = lax.cond(is_last_own, lambda *state: state, self.follow, *state)
+        is_last_of_other = (count > 0) & (((count - 1) & 1) != own)
+        state = lax.cond(is_last_of_other, self.follow, lambda *state: state, *state)
         return self.joined(*state), cursor
 
     @property
@@ -169,8 +170,11 @@ class LatentDecode:
                 self.packed.prefetch(self.source(tile_after, lot, entry))
         acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
         logits = self.logits(segment, tile)
-        acc, *sums = self.lead(logits, acc, RowSums(*sums))
-        self.fetch(*following, lambda: self.tiles.wait_for_release(own))
+        weights, acc, *sums = self.lead(logits, acc, RowSums(*sums))
+        tile_after, entries, is_tile = following
+        begun = self.begin(tile_after, entries)
+        acc = warpgroups.product(weights, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
+        self.fetch(begun, is_tile, lambda: self.tiles.wait_for_release(own))
         return acc, *sums
 
     def copy_query(self, sequence: jax.Array) -> None:
@@ -209,30 +213,33 @@ class LatentDecode:
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
+    def begin(self, tile: Scalar, entries: list[jax.Array]) -> list[Source] | list[Loaded]:
+        """Where a tile is; if it is decoded, starts to load it to registers."""
+        sources = [self.source(tile, lot, entry) for lot, entry in enumerate(entries)]
+        return sources if self.packed is None else [self.packed.load(source) for source in sources]
+
     def fetch(
-        self, tile: Scalar, entries: list[jax.Array], is_tile: jax.Array, wait_for_release: Callable[[], None]
+        self, begun: list[Source] | list[Loaded], is_tile: jax.Array, wait_for_release: Callable[[], None]
     ) -> None:
         """Copies or decodes a tile of the warpgroup, if it is one, to where the one before was.
 
         Copies of latents that it alone reads start before the other has read its own.
         """
         own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
-        sources = [self.source(tile, lot, entry) for lot, entry in enumerate(entries)]
         if self.packed is not None:
-            decoder = self.packed
+            packed = self.packed
             wait_for_release()
 
             @pl.when(is_tile)
             def decode() -> None:
-                # All are loaded before any is stored: no compiler moves loads to before stores.
-                for lot, loaded in enumerate([decoder.load(source) for source in sources]):
-                    decoder.store(lot, loaded)
+                for lot, loaded in enumerate(begun):
+                    packed.store(lot, loaded)
 
             return
 
         @pl.when(is_tile)
         def copy_own() -> None:
-            for lot, source in enumerate(sources):
+            for lot, source in enumerate(begun):
                 tokens.copy_latents(own, own, lot, source)
 
         lanes.end_group_of_copies()
@@ -241,7 +248,7 @@ class LatentDecode:
         @pl.when(is_tile)
         def copy_others() -> None:
             start = self.problem.spec.part_sizes[0] * self.refs.pages.dtype.itemsize
-            for lot, source in enumerate(sources):
+            for lot, source in enumerate(begun):
                 tokens.copy_latents(own, 1 - own, lot, source)
                 tokens.copy_rope_keys(own, lot, dataclasses.replace(source, offset=source.offset + start))
 
@@ -290,7 +297,7 @@ class LatentDecode:
         return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
     def lead(self, logits: jax.Array, acc: jax.Array, sums: RowSums) -> Carry:
-        """Computes the weights of a tile of the warpgroup, for the other too, and adds its own weighted latents.
+        """Computes the weights of a tile of the warpgroup, for the other too.
 
         As in `attention.softmax.raised`, results are rescaled only where a logit exceeds the largest by `HEADROOM`.
         """
@@ -313,8 +320,7 @@ class LatentDecode:
         exchange.store_weights(self.tiles.of_weights.at[own], operand)
         self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
-        acc = warpgroups.product(operand, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
-        return acc, largest, total, jnp.maximum(sums.top, highest)
+        return operand, acc, largest, total, jnp.maximum(sums.top, highest)
 
     def follow(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
         """Waits for the weights of the other warpgroup's tile, and adds the weighted latents."""
