@@ -1,9 +1,10 @@
 """Rows of quantized latents: from memory to registers, and decoded to a tile of 16 bits.
 
-A warpgroup loads its next tile before it multiplies weights, and decodes it while the other warpgroup multiplies. Four
-threads decode a row, and load neighbouring chunks of 16 bytes of it at once. e4m3 and NVFP4 are exact in float16
-without the layer's scale. The scales of `fp8_ds_mla` have float32's range, so that its latents become bfloat16, rounded
-once. Rope keys of bfloat16 stay what they are.
+A warpgroup asks for its next tile while it computes logits, loads it before it multiplies weights, and decodes it while
+the other warpgroup multiplies. Four threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4
+with its scale, an eighth of a block of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The
+scales of `fp8_ds_mla` have float32's range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16
+stay what they are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Registers, Scalar
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
 from kvjax.kernels.mla.tiles import TOKENS, WARPGROUPS, Source, Tiles
-from kvjax.kernels.registers import THREADS, WARPS
+from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
+
+ELEMENTS = 16
+"""Elements of a run that a thread decodes: a block of NVFP4."""
 
 SHARERS = 4
 """Threads that decode a row."""
@@ -35,19 +39,19 @@ AT_ONCE = THREADS // SHARERS
 
 LOTS = TOKENS // AT_ONCE
 
-_LOADED = SHARERS * tiles.CHUNK
-"""Bytes of a row that are loaded at once."""
+_RUN = SHARERS * ELEMENTS
+"""Elements that are decoded at once: 128 bytes of 16-bit elements, as the layout of `wgmma` divides rows."""
 
 _E2M1_FACTORS = int(np.float16(E2M1_FACTOR).view(np.uint16)) * 0x10001
 """A float16 pair: times this, block scales are less than 2**15, and exact."""
 
 
 class Loaded(NamedTuple):
-    """The words of a lot of rows: each thread's chunks of latents and of rope keys, and all scales of its row."""
+    """The bytes of a lot of rows: words of each thread's elements, and of all scales of its row."""
 
-    latents: list[Registers]
+    runs: list[Registers]
     scales: Registers
-    rope_keys: list[Registers]
+    rope_keys: Registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,115 +67,112 @@ class Packed:
     tiles: Tiles
 
     def prefetch(self, source: Source) -> None:
-        """Asks for a lot of rows."""
+        """Asks for a lot of rows, which come to the L2 cache."""
         first = source.is_row & (_chunk() == 0)
         lanes.prefetch_global_bytes(source.ref, _bytes_of(source)._replace(condition=first), self.spec.bytes_per_token)
 
     def load(self, source: Source) -> Loaded:
         """Loads a lot of rows."""
         data, *scales = self.spec.regions[0]
-        where = _bytes_of(source)
-        all_scales = [
-            word
-            for scale in scales
-            for start in range(0, scale.row_bytes, tiles.CHUNK)
-            for word in lanes.load_global_bytes(source.ref, where, tiles.CHUNK, scale.base + start)
-        ]
-        rope_keys = [_chunks(source, region.base, region.row_bytes) for region in self.spec.regions[1]]
-        return Loaded(_chunks(source, data.base, data.row_bytes), all_scales, *(rope_keys or [[]]))
+        rank, bits = self.spec.part_sizes[0], self._dtype.info.bits
+        own = dataclasses.replace(source, offset=source.offset + _chunk() * (ELEMENTS * bits // 8))
+        runs = [_load(own, data.base + start * bits // 8, ELEMENTS * bits // 8) for start in range(0, rank, _RUN)]
+        all_scales = [word for scale in scales for word in _load(source, scale.base, scale.row_bytes)]
+        return Loaded(runs, all_scales, self._load_rope_keys(source))
 
     def store(self, lot: int, loaded: Loaded) -> None:
         """Decodes a lot of rows to the warpgroup's tile."""
         own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
         half = self.spec.part_sizes[0] // WARPGROUPS
-        for i, words in enumerate(loaded.latents):
-            pairs = self._latents(words, i, loaded.scales)
-            matrix, column = divmod(i * SHARERS * 2 * len(pairs), half)
-            _store(tokens.latents, (own, matrix), lot, column, pairs)
-        for i, words in enumerate(loaded.rope_keys):
-            pairs = self._rope_keys(words)
-            _store(tokens.rope, (own,), lot, i * SHARERS * 2 * len(pairs), pairs)
+        for i, words in enumerate(loaded.runs):
+            matrix, column = divmod(i * _RUN, half)
+            self._store(tokens.latents, (own, matrix), lot, column, self._latents(words, i, loaded.scales))
+        if tokens.rope is not None:
+            self._store(tokens.rope, (own,), lot, 0, self._rope_keys(loaded.rope_keys))
 
-    def _latents(self, words: Registers, index: int, scales: Registers) -> Registers:
-        """The elements of the chunk that is loaded as number `index`, in pairs."""
+    def _latents(self, words: Registers, run: int, scales: Registers) -> Registers:
+        """A thread's elements of a run, in pairs."""
         match self._dtype:
-            case KVCacheDType.NVFP4:  # two blocks, whose scales are half of a word
-                low, high = scales[2 * index : 2 * index + 2]
-                both = jnp.where(_chunk() < SHARERS // 2, low, high) >> 16 * (_chunk() & 1)
-                both = scaled(from_e4m3(both, 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
-                factors = [lanes.both_halves(both, half) for half in range(2)]
-                return [scaled(pair, factors[i // 2]) for i, word in enumerate(words) for pair in e2m1_in_order(word)]
+            case KVCacheDType.NVFP4:
+                # A word has the scales of the run's threads. Bytes above a thread's own do not matter.
+                scale = scaled(from_e4m3(scales[run] >> 8 * _chunk(), 0), lanes.splat(_E2M1_FACTORS, jnp.uint32))
+                both = lanes.both_halves(scale, 0)
+                return [scaled(pair, both) for word in words for pair in e2m1_in_order(word)]
             case KVCacheDType.FP8_DS_MLA:
-                scale = lanes.bits(scales[index * _LOADED // (self._dtype.info.elements_per_scale or 1)], jnp.float32)
+                scale = lanes.bits(scales[run * _RUN // (self._dtype.info.elements_per_scale or 1)], jnp.float32)
                 return [_scaled_to_bfloat16(pair, scale) for pair in _from_bytes(words)]
             case KVCacheDType.FP8_E4M3:
                 return _from_bytes(words)
         raise UnsupportedError(f"latents: got dtype {self._dtype.value!r}, expected fp8_e4m3, fp8_ds_mla or nvfp4")
 
-    def _rope_keys(self, words: Registers) -> Registers:
-        """The elements of a chunk of rope keys, in pairs."""
+    def _rope_keys(self, loaded: Registers) -> Registers:
+        """The elements of what `_load_rope_keys` has loaded, in pairs."""
         match dtype := self.spec.parts[1]:
             case KVCacheDType.BFLOAT16:
-                return words
+                return loaded
             case KVCacheDType.FP8_E4M3:
-                return _from_bytes(words)
+                return _from_bytes(loaded)
         raise UnsupportedError(f"rope keys: got dtype {dtype.value!r}, expected bfloat16 or fp8_e4m3")
 
     @property
     def _dtype(self) -> KVCacheDType:
         return self.spec.parts[0].byte_format
 
+    def _load_rope_keys(self, source: Source) -> Registers:
+        """The words of the thread's elements of a rope key, of which some threads may have none."""
+        if not self.spec.part_sizes[1]:
+            return []
+        [region] = self.spec.regions[1]
+        size = ELEMENTS * region.row_bytes // self.spec.part_sizes[1]
+        offset = _chunk() * size
+        is_own = offset < region.row_bytes
+        own = dataclasses.replace(source, offset=source.offset + offset, is_row=source.is_row & is_own)
+        return _load(own, region.base, size)
+
+    def _store(self, ref: Ref, index: tuple[Scalar, *tuple[int, ...]], lot: int, column: int, pairs: Registers) -> None:
+        """Stores each thread's elements to a matrix of `ref`, in the run from `column` on."""
+        rows, width = ref.shape[-2:]
+        run = min(_RUN, width)
+        if compat.interpreting():
+            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(AT_ONCE, _RUN)
+            ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE), pl.ds(column, run))] = elements[:, :run]
+            return
+        row, row_bytes = rows_of_lot(0), width * tiles.ITEMSIZE
+        tile, *matrix = index
+        start = tile * (math.prod(ref.shape[1:]) * tiles.ITEMSIZE)
+        # Rows of two neighbours and the four chunks that their threads store at once lie in different banks.
+        first = (sum(matrix) * rows + lot * AT_ONCE) * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
+        for i in range(0, len(pairs), 4):
+            to = tiles.offset(row & (tiles.GROUP - 1), _chunk() * ELEMENTS + 2 * i, width)
+            to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes) + start
+            is_stored = _chunk() < run // ELEMENTS
+            chunk = pairs[i : i + 4]
+            lanes.store_shared(ref, to, chunk, tiles.CHUNK, is_stored, tiles.transforms_of(width), first)
+
 
 def rows_of_lot(lot: int) -> jax.Array:
-    """The rows of a tile in a lot, for each thread the one that it decodes a part of, int32 `[128]`.
-
-    Eight neighbouring threads have eight rows, so that what they store at once lies in different banks.
-    """
-    thread = lanes.thread_index()
-    return (thread & (tiles.GROUP - 1)) + (thread >> 5) * tiles.GROUP + lot * AT_ONCE
-
-
-def _chunk() -> jax.Array:
-    """Which of the chunks of its row that are loaded at once each thread has."""
-    return lanes.thread_index() >> 3 & (SHARERS - 1)
+    """The rows of a tile in a lot, for each thread the one that it decodes a part of, int32 `[128]`."""
+    return (lanes.thread_index() >> SHARERS.bit_length() - 1) + lot * AT_ONCE
 
 
 def _bytes_of(source: Source) -> lanes.Bytes:
     return lanes.Bytes(source.page, source.page_bytes, source.offset, source.is_row)
 
 
-def _chunks(source: Source, first: int, size: int) -> list[Registers]:
-    """Each thread's chunks of the `size` bytes of its row from byte `first` on."""
-    offset = _chunk() * tiles.CHUNK
-    where = _bytes_of(source)._replace(offset=source.offset + offset)
-    loaded = []
-    for start in range(0, size, _LOADED):
-        is_own = where if start + _LOADED <= size else where._replace(condition=source.is_row & (offset < size - start))
-        loaded.append(lanes.load_global_bytes(source.ref, is_own, tiles.CHUNK, first + start))
-    return loaded
+def _load(source: Source, first: int, size: int) -> Registers:
+    """Loads `size` bytes of each thread's row, from byte `first` on, as words."""
+    starts = range(0, size, tiles.CHUNK)
+    where = _bytes_of(source)
+    return [
+        word
+        for start in starts
+        for word in lanes.load_global_bytes(source.ref, where, min(size - start, tiles.CHUNK), first + start)
+    ]
 
 
-def _store(ref: Ref, index: tuple[Scalar, *tuple[int, ...]], lot: int, column: int, pairs: Registers) -> None:
-    """Stores the elements of each thread's chunk to a matrix of `ref`; the first thread's begin at `column`."""
-    rows, width = ref.shape[-2:]
-    size = 2 * len(pairs)
-    if compat.interpreting():
-        elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype)
-        elements = elements.reshape(WARPS, SHARERS, tiles.GROUP, size).swapaxes(1, 2).reshape(AT_ONCE, -1)
-        columns = min(elements.shape[1], width - column)
-        ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE), pl.ds(column, columns))] = elements[:, :columns]
-        return
-    row, row_bytes = rows_of_lot(0), width * tiles.ITEMSIZE
-    tile, *matrix = index
-    in_run = column % (tiles.swizzle_of(width) // tiles.ITEMSIZE)
-    start = tile * (math.prod(ref.shape[1:]) * tiles.ITEMSIZE)
-    start = start + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes)
-    immediate = (sum(matrix) * rows + lot * AT_ONCE) * row_bytes + (column - in_run) * (tiles.GROUP * tiles.ITEMSIZE)
-    own = in_run + _chunk() * size
-    for i in range(0, len(pairs), 4):
-        to = start + tiles.offset(row & (tiles.GROUP - 1), own + 2 * i, width)
-        is_stored = own + 2 * i < width - (column - in_run)
-        lanes.store_shared(ref, to, pairs[i : i + 4], tiles.CHUNK, is_stored, tiles.transforms_of(width), immediate)
+def _chunk() -> jax.Array:
+    """Which elements of a run each thread has."""
+    return lanes.thread_index() & (SHARERS - 1)
 
 
 def _from_bytes(words: Registers) -> Registers:
