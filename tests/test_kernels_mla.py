@@ -78,6 +78,12 @@ def test_interpreted_results_are_rescaled_for_larger_logits_of_later_tiles(dtype
     check(dtype, sizes, 16, 1, 3, "bfloat16", None, None, lengths=(200, 64, 330), growth=8)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_interpreted_sequences_without_tokens_hold_no_warpgroup_up(dtype):
+    check(dtype, (256, 16), 16, 1, 3, "bfloat16", None, None, lengths=(70, 0, 130, 0, 0, 64, 1, 0))
+
+
 @pytest.mark.gpu
 @RAISED
 @pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
@@ -172,23 +178,13 @@ def test_the_operations_run_the_kernel(dtype, sizes, heads):
         ("fp8_ds_mla", (512, 64), 8, 16, 1024),
     ],
 )
-def test_compiled_it_multiplies_by_wgmma_and_spills_no_more_than_known(dtype, sizes, q_len, heads, window):
+def test_compiled_it_multiplies_by_wgmma_and_spills_nothing(dtype, sizes, q_len, heads, window):
     spec = spec_of(dtype, sizes, 64, sliding_window=window)
     kernel, merge = compile_operation("h100", spec, q_len, heads).kernels
-    assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes) == (True, 0)
-    assert kernel.spill_bytes <= SPILL_BYTES[dtype]
+    assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes, kernel.spill_bytes) == (True, 0, 0)
     assert "wgmma" in kernel.ptx
     # ptxas says so where it makes `wgmma` wait for each other.
     assert "serialized" not in kernel.ptxas_log
-
-
-SPILL_BYTES = {
-    **{"bfloat16": 140, "float16": 208},
-    **{"fp8_e4m3": 1016, "fp8_ds_mla": 1000, "nvfp4": 1020, "nvfp4_4over6": 1048},
-}
-"""Results and logits fill the registers; while bytes are decoded, more are needed. These are jax 0.12.0.1's; 0.11.2
-spills at most 144.
-"""
 
 
 def latents_of(monkeypatch: pytest.MonkeyPatch, *parts: KVCacheDType) -> kvjax.MLAAttentionSpec:
@@ -204,9 +200,9 @@ def test_new_latents_are_not_read_as_those_of_another_dtype(monkeypatch, latents
     spec = latents_of(monkeypatch, latents, KVCacheDType.FLOAT16)
     assert f"no kernel reads latents (MLA) of dtype '{latents.value}'" in str(mla.why_not(spec, rows=16))
     assert f"no kernel reads latents (MLA) of dtype '{latents.value}'" in str(mla.why_not(spec, rows=128))
-    packed = Packed(spec, ref=None, tiles=None)
+    packed = Packed(spec, tokens=None)
     with pytest.raises(UnsupportedError, match=f"latents: got dtype '{latents.value}', expected fp8_e4m3, fp8_ds_mla"):
-        packed._latents([])
+        packed._latents([], 0, [])
     with pytest.raises(UnsupportedError, match="rope keys: got dtype 'float16', expected bfloat16 or fp8_e4m3"):
         packed._rope_keys([])
     assert codecs.why_not_dtype(spec) is None

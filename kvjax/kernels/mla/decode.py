@@ -1,13 +1,13 @@
 """The MLA kernel: attention of 64 query rows of a sequence over its latents.
 
 A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles. Results of
-64 by 512 take the registers of two warpgroups, each of which weights half of the latents of every tile. They take
-turns: each computes the logits and weights of every second tile, which is its own, and the products of one are
-multiplied while the other computes weights, copies or decodes.
+64 by 512 take the registers of two warpgroups, each of which weights half of the latents of every tile. Every second
+tile is a warpgroup's own: it brings it to shared memory and computes its logits and weights, for both. While one
+computes weights or decodes, the other multiplies:
 
 ```
-warpgroup 0   logits 0   -                weights 0   latents 0   copy 2   logits 2   weighted 1   weights 2   ...
-warpgroup 1   logits 1   weighted 0       weights 1   latents 1   copy 3   logits 3   weighted 2   weights 3   ...
+warpgroup 0    weighted 1    logits 2       weights 2    weighted 2    bring 4        weighted 3    logits 4 ...
+warpgroup 1    weighted 1    bring 3        -            weighted 2    logits 3       weights 3     weighted 3 ...
 ```
 """
 
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +29,14 @@ from kvjax.kernels.aliases import Carry, DType, Ref, Scalar
 from kvjax.kernels.attention.problem import Problem, Refs
 from kvjax.kernels.attention.schedule import Sequences, Workers, serve
 from kvjax.kernels.attention.softmax import HEADROOM, LOG2_E, LOWEST, capped, margin, reference, rounding
-from kvjax.kernels.mla import exchange, packed
-from kvjax.kernels.mla.packed import Loaded, Packed
+from kvjax.kernels.mla import exchange
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import (
     AT_ONCE,
-    LOTS,
     ROWS,
     TOKENS,
     WARPGROUPS,
+    Incoming,
     Source,
     Tiles,
     rows_by_lane,
@@ -83,14 +81,14 @@ class LatentDecode:
         `pages` is `[num_pages, page_elements]`, `out` and `partial` are `[rows, 2, kv_lora_rank / 2]`, `partial_lse` is
         `[rows, Problem.sums]`; all others are one-dimensional.
       tiles: shared memory.
-      packed: the bytes of quantized tiles, or None.
+      incoming: how tiles come to shared memory.
     """
 
     problem: Problem
     config: MLAConfig
     refs: Refs
     tiles: Tiles
-    packed: Packed | None
+    incoming: Incoming
 
     def run(self) -> None:
         """Runs the body."""
@@ -128,24 +126,25 @@ class LatentDecode:
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         own = lax.axis_index("warpgroup")
-        entries = self.entries(segment, first + own)
+        sources = self.sources(first + own, self.entries(segment, first + own))
         self.tiles.wait_for_block()  # until both have read the queries and the tiles of the segment before
         self.copy_query(sequence)
         lanes.end_group_of_copies()
-        begun = self.begin(first + own, entries)
-        self.fetch(begun, own < count, lambda: None)
-        lanes.wait_for_own_copies(self.groups)
+        self.incoming.bring(self.incoming.begin(sources), own < count, lambda: None)
+        lanes.wait_for_own_copies(self.incoming.groups)
         self.tiles.wait_for_block()
         half = self.tiles.tokens.latents.shape[-1]
         acc = compat.layout_cast(jnp.full((ROWS, half), 0, jnp.float32), plgpu.Layout.WGMMA)
         sums = RowSums(*(_of_rows(x) for x in (LOWEST, 0, LOWEST)))
 
         def body(i: jax.Array, carry: Carry) -> Carry:
-            entries, acc, *sums = carry
-            tile = 2 * i + own
-            following = first + tile + WARPGROUPS, entries, tile + WARPGROUPS < count
-            acc, *sums = self.turn(segment, first + tile, tile > 0, following, (acc, *sums))
-            return self.entries(segment, first + tile + 2 * WARPGROUPS), acc, *sums
+            entries, *state = carry
+            tile = WARPGROUPS * i + own
+            following = tile + WARPGROUPS
+            sources = self.sources(first + following, entries)
+            state = lax.cond(tile > 0, self.follow, lambda *state: state, *state)
+            state = self.lead(segment, first + tile, sources, following < count, *state)
+            return self.entries(segment, first + following + WARPGROUPS), *state
 
         entries = self.entries(segment, first + own + WARPGROUPS)
         turns = lax.div(count - own + 1, jnp.int32(WARPGROUPS))
@@ -153,29 +152,6 @@ class LatentDecode:
         is_last_of_other = (count > 0) & (((count - 1) & 1) != own)
         state = lax.cond(is_last_of_other, self.follow, lambda *state: state, *state)
         return self.joined(*state), cursor
-
-    @property
-    def groups(self) -> int:
-        """Groups of copies of a tile, of which there are none where bytes are decoded."""
-        return 2 if self.packed is None else 0
-
-    def turn(
-        self, segment: Segment, tile: jax.Array, is_later: jax.Array, following: tuple[Any, ...], state: Carry
-    ) -> Carry:
-        """Adds the tile before and one of the warpgroup, and fetches its next one."""
-        own = lax.axis_index("warpgroup")
-        if self.packed is not None:
-            tile_after, entries, _ = following
-            for lot, entry in enumerate(entries):
-                self.packed.prefetch(self.source(tile_after, lot, entry))
-        acc, *sums = lax.cond(is_later, self.follow, lambda *state: state, *state)
-        logits = self.logits(segment, tile)
-        weights, acc, *sums = self.lead(logits, acc, RowSums(*sums))
-        tile_after, entries, is_tile = following
-        begun = self.begin(tile_after, entries)
-        acc = warpgroups.product(weights, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
-        self.fetch(begun, is_tile, lambda: self.tiles.wait_for_release(own))
-        return acc, *sums
 
     def copy_query(self, sequence: jax.Array) -> None:
         """Starts copies of the warpgroup's half of the query rows."""
@@ -196,74 +172,32 @@ class LatentDecode:
             for source in rope:
                 rows.copy_rope_keys(0, lot, source)
 
-    def row(self, lot: int) -> jax.Array:
-        """The row of a tile that a thread fetches a part of."""
-        return rows_of_lot(lot) if self.packed is None else packed.rows_of_lot(lot)
-
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
-        """The entries of the block table for rows of a tile, by default those that the thread fetches.
+        """The entries of the block table for rows of a tile, by default those that the thread brings.
 
         They are -1 for what is no token.
         """
         found = []
-        for row in map(self.row, range(LOTS if self.packed is None else packed.LOTS)) if rows is None else rows:
+        for row in map(self.incoming.row, range(self.incoming.lots)) if rows is None else rows:
             position = row + tile * TOKENS
             is_token = (position >= segment.start) & (position < segment.end)
             index = segment.table + lax.div(position, jnp.int32(self.problem.spec.block_size))
             found.append(lanes.load_global(self.refs.table, index, is_token, -1))
         return found
 
-    def begin(self, tile: Scalar, entries: list[jax.Array]) -> list[Source] | list[Loaded]:
-        """Where a tile is; if it is decoded, starts to load it to registers."""
-        sources = [self.source(tile, lot, entry) for lot, entry in enumerate(entries)]
-        return sources if self.packed is None else [self.packed.load(source) for source in sources]
-
-    def fetch(
-        self, begun: list[Source] | list[Loaded], is_tile: jax.Array, wait_for_release: Callable[[], None]
-    ) -> None:
-        """Copies or decodes a tile of the warpgroup, if it is one, to where the one before was.
-
-        Copies of latents that it alone reads start before the other has read its own.
-        """
-        own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
-        if self.packed is not None:
-            packed = self.packed
-            wait_for_release()
-
-            @pl.when(is_tile)
-            def decode() -> None:
-                for lot, loaded in enumerate(begun):
-                    packed.store(lot, loaded)
-
-            return
-
-        @pl.when(is_tile)
-        def copy_own() -> None:
-            for lot, source in enumerate(begun):
-                tokens.copy_latents(own, own, lot, source)
-
-        lanes.end_group_of_copies()
-        wait_for_release()
-
-        @pl.when(is_tile)
-        def copy_others() -> None:
-            start = self.problem.spec.part_sizes[0] * self.refs.pages.dtype.itemsize
-            for lot, source in enumerate(begun):
-                tokens.copy_latents(own, 1 - own, lot, source)
-                tokens.copy_rope_keys(own, lot, dataclasses.replace(source, offset=source.offset + start))
-
-        lanes.end_group_of_copies()
-
-    def source(self, tile: Scalar, lot: int, entry: jax.Array) -> Source:
-        """The tokens of a lot of rows of a tile."""
+    def sources(self, tile: Scalar, entries: list[jax.Array]) -> list[Source]:
+        """The tokens of each lot of rows of a tile."""
         problem = self.problem
         num_blocks, layer = self.pages()
-        is_token = entry < num_blocks  # as unsigned: negative entries are large
-        token = lax.rem(self.row(lot) + tile * TOKENS, jnp.int32(problem.spec.block_size))
-        page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
-        page = jnp.where(is_token, page, 0)
-        offset = token * problem.spec.bytes_per_token
-        return Source(self.refs.pages, page, problem.memory[0].page_stride, offset, is_token)
+        found = []
+        for lot, entry in enumerate(entries):
+            is_token = entry < num_blocks  # as unsigned: negative entries are large
+            token = lax.rem(self.incoming.row(lot) + tile * TOKENS, jnp.int32(problem.spec.block_size))
+            page = jnp.where(is_token, lanes.bits(entry, jnp.int32), 0) * problem.num_layers + layer
+            page = jnp.where(is_token, page, 0)
+            offset = token * problem.spec.bytes_per_token
+            found.append(Source(self.refs.pages, page, problem.memory[0].page_stride, offset, is_token))
+        return found
 
     def scale(self) -> Scalar:
         """The layer's scale, by which logits and results are multiplied; 1 for dtypes without."""
@@ -282,12 +216,16 @@ class LatentDecode:
             lanes.wait_for_own_copies(later)
             self.tiles.wait_for_own()
 
+        def wait_for_others() -> None:
+            if self.incoming.groups:
+                wait(0)
+
         wait(1)
-        rope = [] if tokens.rope is None else [(queries.rope.at[0], tokens.rope.at[own])]
+        rope = list(zip(queries.rope_keys(0), tokens.rope_keys(own), strict=True))
         scale = np.float32(problem.sm_scale * LOG2_E)
         is_scale_of_all = problem.spec.dtype.takes_scale == problem.spec.parts[1].takes_scale or not rope
         others = columns(1 - own) + (rope if is_scale_of_all else [])
-        logits = warpgroups.sum_of_products(columns(own), lambda: None if self.packed else wait(0), others)
+        logits = warpgroups.sum_of_products(columns(own), wait_for_others, others)
         logits *= scale * self.scale() if is_scale_of_all else self.scale()
         if not is_scale_of_all:  # it is of latents alone: to what they add up to in registers, rope keys are added
             [pair] = rope
@@ -296,13 +234,19 @@ class LatentDecode:
         logits = self.of_tokens(logits, entries)
         return self.masked(segment, tile, logits) if problem.q_len > 1 else logits
 
-    def lead(self, logits: jax.Array, acc: jax.Array, sums: RowSums) -> Carry:
-        """Computes the weights of a tile of the warpgroup, for the other too.
+    def lead(
+        self, segment: Segment, tile: Scalar, following: list[Source], is_following: jax.Array, *state: jax.Array
+    ) -> Carry:
+        """Adds a tile of the warpgroup, and brings its next one.
 
         As in `attention.softmax.raised`, results are rescaled only where a logit exceeds the largest by `HEADROOM`.
         """
         own = lax.axis_index("warpgroup")
         above = margin(self.dtype)
+        acc, *sums = state
+        largest, total, top = sums
+        self.incoming.expect(following)
+        logits = self.logits(segment, tile)
         highest = jnp.max(logits, axis=1)
 
         def raise_rows(acc: jax.Array, largest: jax.Array, total: jax.Array) -> Carry:
@@ -311,8 +255,8 @@ class LatentDecode:
             shrink = jnp.exp2(largest - new)
             return acc * lax.broadcast_in_dim(shrink, acc.shape, [0]), new, total * shrink
 
-        is_raised = self.tiles.any(highest > sums.largest + np.float32(HEADROOM - above))
-        acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, sums.largest, sums.total)
+        is_raised = self.tiles.any(highest > largest + np.float32(HEADROOM - above))
+        acc, largest, total = lax.cond(is_raised, raise_rows, lambda *x: x, acc, largest, total)
         weights = jnp.exp2(logits - lax.broadcast_in_dim(largest, logits.shape, [0]))
         operand = weights.astype(self.dtype)
         for i, numbers in enumerate((largest, _of_rows(is_raised.astype(jnp.float32)))):
@@ -320,7 +264,10 @@ class LatentDecode:
         exchange.store_weights(self.tiles.of_weights.at[own], operand)
         self.tiles.announce(own)
         total += jnp.sum(weights, axis=1)
-        return operand, acc, largest, total, jnp.maximum(sums.top, highest)
+        begun = self.incoming.begin(following)
+        acc = warpgroups.product(operand, self.tiles.tokens.latents.at[own, own], lambda: None, acc)
+        self.incoming.bring(begun, is_following, lambda: self.tiles.wait_for_release(own))
+        return acc, largest, total, jnp.maximum(top, highest)
 
     def follow(self, acc: jax.Array, largest: jax.Array, total: jax.Array, top: jax.Array) -> Carry:
         """Waits for the weights of the other warpgroup's tile, and adds the weighted latents."""
@@ -337,8 +284,6 @@ class LatentDecode:
         latents = self.tiles.tokens.latents.at[other, own]
         weights = exchange.load_weights(self.tiles.of_weights.at[other], self.dtype)
         acc = warpgroups.product(weights, latents, lambda: None, acc)
-        # As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, the wait is for all
-        # warps' reads.
         self.tiles.release(other)
         return acc, new, total, top
 

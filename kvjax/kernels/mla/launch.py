@@ -18,7 +18,7 @@ from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
-from kvjax.kernels.mla.tiles import WARPGROUPS, Tiles, operand_dtypes, scratch_types
+from kvjax.kernels.mla.tiles import WARPGROUPS, Copied, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
 from kvjax.spec import AttentionSpec
 
@@ -54,8 +54,10 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         FewRows.of(problem, config, refs, (buffer, others, barriers)).run()
         return
     tiles = Tiles.of(problem.spec, tuple(shared))
-    packed = Packed(problem.spec, tiles) if problem.spec.dtype.is_quantized else None
-    LatentDecode(problem, config, refs, tiles, packed).run()
+    spec, tokens = problem.spec, tiles.tokens
+    copied = Copied(tokens, spec.part_sizes[0] * refs.pages.dtype.itemsize)
+    incoming = Packed(spec, tokens) if spec.dtype.is_quantized else copied
+    LatentDecode(problem, config, refs, tiles, incoming).run()
 
 
 def decode_kernel(body: Callable[..., None], problem: Problem, config: Config, out_type: OutType = ()) -> Kernel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Registers, Scalar
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
-from kvjax.kernels.mla.tiles import TOKENS, WARPGROUPS, Source, Tiles
+from kvjax.kernels.mla.tiles import TOKENS, WARPGROUPS, Rows, Source
 from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
 
@@ -36,8 +37,6 @@ SHARERS = 4
 
 AT_ONCE = THREADS // SHARERS
 """Rows that a warpgroup decodes at once: a lot of rows."""
-
-LOTS = TOKENS // AT_ONCE
 
 _RUN = SHARERS * ELEMENTS
 """Elements that are decoded at once: 128 bytes of 16-bit elements, as the layout of `wgmma` divides rows."""
@@ -56,22 +55,42 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Decodes rows to the tiles of a thread block.
+    """Decodes tiles on their way to shared memory, see `Incoming`.
 
     Attributes:
       spec: the cache's.
-      tiles: those of the thread block.
+      tokens: the rows of both tiles.
     """
 
     spec: AttentionSpec
-    tiles: Tiles
+    tokens: Rows
+    lots: int = TOKENS // AT_ONCE
+    groups: int = 0
 
-    def prefetch(self, source: Source) -> None:
-        """Asks for a lot of rows, which come to the L2 cache."""
-        first = source.is_row & (_chunk() == 0)
-        lanes.prefetch_global_bytes(source.ref, _bytes_of(source)._replace(condition=first), self.spec.bytes_per_token)
+    def row(self, lot: int) -> jax.Array:
+        """See `Incoming`."""
+        return _row() + lot * AT_ONCE
 
-    def load(self, source: Source) -> Loaded:
+    def expect(self, sources: Sequence[Source]) -> None:
+        """Asks for the rows, which come to the L2 cache."""
+        for source in sources:
+            first = _bytes_of(source)._replace(condition=source.is_row & (_chunk() == 0))
+            lanes.prefetch_global_bytes(source.ref, first, self.spec.bytes_per_token)
+
+    def begin(self, sources: Sequence[Source]) -> list[Loaded]:
+        """Loads the rows."""
+        return [self._load(source) for source in sources]
+
+    def bring(self, begun: list[Loaded], is_tile: jax.Array, wait_for_release: Callable[[], None]) -> None:
+        """See `Incoming`."""
+        wait_for_release()
+
+        @pl.when(is_tile)
+        def store() -> None:
+            for lot, loaded in enumerate(begun):
+                self._store(lot, loaded)
+
+    def _load(self, source: Source) -> Loaded:
         """Loads a lot of rows."""
         data, *scales = self.spec.regions[0]
         rank, bits = self.spec.part_sizes[0], self._dtype.info.bits
@@ -80,15 +99,15 @@ class Packed:
         all_scales = [word for scale in scales for word in _load(source, scale.base, scale.row_bytes)]
         return Loaded(runs, all_scales, self._load_rope_keys(source))
 
-    def store(self, lot: int, loaded: Loaded) -> None:
+    def _store(self, lot: int, loaded: Loaded) -> None:
         """Decodes a lot of rows to the warpgroup's tile."""
-        own, tokens = lax.axis_index("warpgroup"), self.tiles.tokens
+        own, tokens = lax.axis_index("warpgroup"), self.tokens
         half = self.spec.part_sizes[0] // WARPGROUPS
         for i, words in enumerate(loaded.runs):
             matrix, column = divmod(i * _RUN, half)
-            self._store(tokens.latents, (own, matrix), lot, column, self._latents(words, i, loaded.scales))
+            _store(tokens.latents, (own, matrix), lot, column, self._latents(words, i, loaded.scales))
         if tokens.rope is not None:
-            self._store(tokens.rope, (own,), lot, 0, self._rope_keys(loaded.rope_keys))
+            _store(tokens.rope, (own,), lot, 0, self._rope_keys(loaded.rope_keys))
 
     def _latents(self, words: Registers, run: int, scales: Registers) -> Registers:
         """A thread's elements of a run, in pairs."""
@@ -129,30 +148,31 @@ class Packed:
         own = dataclasses.replace(source, offset=source.offset + offset, is_row=source.is_row & is_own)
         return _load(own, region.base, size)
 
-    def _store(self, ref: Ref, index: tuple[Scalar, *tuple[int, ...]], lot: int, column: int, pairs: Registers) -> None:
-        """Stores each thread's elements to a matrix of `ref`, in the run from `column` on."""
-        rows, width = ref.shape[-2:]
-        run = min(_RUN, width)
-        if compat.interpreting():
-            elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(AT_ONCE, _RUN)
-            ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE), pl.ds(column, run))] = elements[:, :run]
-            return
-        row, row_bytes = rows_of_lot(0), width * tiles.ITEMSIZE
-        tile, *matrix = index
-        start = tile * (math.prod(ref.shape[1:]) * tiles.ITEMSIZE)
-        # Rows of two neighbours and the four chunks that their threads store at once lie in different banks.
-        first = (sum(matrix) * rows + lot * AT_ONCE) * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
-        for i in range(0, len(pairs), 4):
-            to = tiles.offset(row & (tiles.GROUP - 1), _chunk() * ELEMENTS + 2 * i, width)
-            to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes) + start
-            is_stored = _chunk() < run // ELEMENTS
-            chunk = pairs[i : i + 4]
-            lanes.store_shared(ref, to, chunk, tiles.CHUNK, is_stored, tiles.transforms_of(width), first)
+
+def _store(ref: Ref, index: tuple[Scalar, *tuple[int, ...]], lot: int, column: int, pairs: Registers) -> None:
+    """Stores each thread's elements to a matrix of `ref`, in the run from `column` on."""
+    rows, width = ref.shape[-2:]
+    run = min(_RUN, width)
+    if compat.interpreting():
+        elements = lax.bitcast_convert_type(jnp.stack(pairs, axis=1), ref.dtype).reshape(AT_ONCE, _RUN)
+        ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE), pl.ds(column, run))] = elements[:, :run]
+        return
+    row, row_bytes = _row(), width * tiles.ITEMSIZE
+    tile, *matrix = index
+    start = tile * (math.prod(ref.shape[1:]) * tiles.ITEMSIZE)
+    # Rows of two neighbours and the four chunks that their threads store at once lie in different banks.
+    first = (sum(matrix) * rows + lot * AT_ONCE) * row_bytes + column * (tiles.GROUP * tiles.ITEMSIZE)
+    for i in range(0, len(pairs), 4):
+        to = tiles.offset(row & (tiles.GROUP - 1), _chunk() * ELEMENTS + 2 * i, width)
+        to = to + (row >> tiles.GROUP.bit_length() - 1) * (tiles.GROUP * row_bytes) + start
+        is_stored = _chunk() < run // ELEMENTS
+        chunk = pairs[i : i + 4]
+        lanes.store_shared(ref, to, chunk, tiles.CHUNK, is_stored, tiles.transforms_of(width), first)
 
 
-def rows_of_lot(lot: int) -> jax.Array:
-    """The rows of a tile in a lot, for each thread the one that it decodes a part of, int32 `[128]`."""
-    return (lanes.thread_index() >> SHARERS.bit_length() - 1) + lot * AT_ONCE
+def _row() -> jax.Array:
+    """The row of the first lot that each thread decodes a part of."""
+    return lanes.thread_index() >> SHARERS.bit_length() - 1
 
 
 def _bytes_of(source: Source) -> lanes.Bytes:

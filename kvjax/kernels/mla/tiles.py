@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +129,10 @@ class Rows:
         size = math.gcd(half, PART)
         return [self.latents.at[index, matrix, :, pl.ds(start, size)] for start in range(0, half, size)]
 
+    def rope_keys(self, index: Scalar) -> list[Ref]:
+        """The rope keys, if there are any."""
+        return [] if self.rope is None else [self.rope.at[index]]
+
     def copy_latents(self, index: Scalar, matrix: Scalar, lot: Scalar, source: Source) -> None:
         """Starts copies of half of the latents of a lot of rows."""
         _, matrices, rows, half = self.latents.shape
@@ -175,7 +181,8 @@ class Tiles:
         """Those of `scratch_types`."""
         others = list(refs)
         queries, tokens = (Rows(others.pop(0), others.pop(0) if spec.part_sizes[1] else None) for _ in range(2))
-        weights = tokens.rope if _weights_replace_rope_keys(spec) else others.pop(0)
+        replaced = tokens.rope if _weights_replace_rope_keys(spec) else None
+        weights = others.pop(0) if replaced is None else replaced
         numbers, *barriers = others
         return cls(queries, tokens, weights, numbers, *(barriers or (None, None)))
 
@@ -232,11 +239,84 @@ class Tiles:
             lanes.wait_for_warps(lanes.splat(signal, jnp.int32), WARPGROUPS * WARPS)
 
 
-LOTS = TOKENS // AT_ONCE
+class Incoming(Protocol):
+    """How a warpgroup brings its tiles to shared memory: `Copied`, or `packed.Packed` where they are decoded."""
+
+    @property
+    def lots(self) -> int:
+        """Runs of rows into which a tile is divided: each thread takes part of a row of each."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of copies of a tile. Of two, the first brings the latents that only the warpgroup weights."""
+
+    def row(self, lot: int) -> jax.Array:
+        """The rows of a tile in a lot, for each thread the one that it takes part of, int32 `[128]`."""
+
+    def expect(self, sources: Sequence[Source]) -> None:
+        """Prepares for a tile, given the rows of each lot, well before `begin`."""
+
+    def begin(self, sources: Sequence[Source]) -> Any:
+        """What `bring` takes for a tile; loads it if it comes through registers."""
+
+    def bring(self, begun: Any, is_tile: jax.Array, wait_for_release: Callable[[], None]) -> None:
+        """Brings a tile, if it is one, to where the warpgroup has multiplied its own latents of the tile before.
+
+        `wait_for_release` waits until the other warpgroup has multiplied its latents, too.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """Copies elements of 16 bits: first the latents that the warpgroup alone multiplies by weights.
+
+    As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, that wait is for all
+    warps' reads.
+
+    Attributes:
+      tokens: the rows of both tiles.
+      rope_offset: the byte in a row at which its rope key begins.
+    """
+
+    tokens: Rows
+    rope_offset: int
+    lots: int = TOKENS // AT_ONCE
+    groups: int = 2
+
+    def row(self, lot: int) -> jax.Array:
+        """See `Incoming`."""
+        return rows_of_lot(lot)
+
+    def expect(self, sources: Sequence[Source]) -> None:
+        """See `Incoming`."""
+
+    def begin(self, sources: Sequence[Source]) -> Sequence[Source]:
+        """See `Incoming`."""
+        return sources
+
+    def bring(self, begun: Sequence[Source], is_tile: jax.Array, wait_for_release: Callable[[], None]) -> None:
+        """See `Incoming`."""
+        own, tokens = lax.axis_index("warpgroup"), self.tokens
+
+        @pl.when(is_tile)
+        def copy_own() -> None:
+            for lot, source in enumerate(begun):
+                tokens.copy_latents(own, own, lot, source)
+
+        lanes.end_group_of_copies()
+        wait_for_release()
+
+        @pl.when(is_tile)
+        def copy_others() -> None:
+            for lot, source in enumerate(begun):
+                tokens.copy_latents(own, 1 - own, lot, source)
+                tokens.copy_rope_keys(own, lot, dataclasses.replace(source, offset=source.offset + self.rope_offset))
+
+        lanes.end_group_of_copies()
 
 
 def rows_of_lot(lot: Scalar) -> jax.Array:
-    """The rows of a tile in a lot, for each thread the one that it copies or decodes a part of, int32 `[128]`."""
+    """The rows in a lot that is copied, for each thread the one that it copies a part of, int32 `[128]`."""
     return (lanes.thread_index() >> PER_RUN.bit_length() - 1) + lot * AT_ONCE
 
 
