@@ -29,9 +29,11 @@ KVJAX, FLASH, FLASHINFER = "KVJAX", "FLASH_ATTN", "FLASHINFER"
 BACKENDS = (f"nvfp4:{KVJAX}", f"fp8:{KVJAX}", f"auto:{KVJAX}", f"fp8:{FLASH}", f"auto:{FLASH}", f"nvfp4:{FLASHINFER}")
 CASES = DECODE, DRAFTED, FITTING, DEFAULTS = "decode", "3 drafts", "as many as fit", "vLLM's defaults"
 
-PAIRS = flags.DEFINE_list("backends", [*BACKENDS], "DTYPE:BACKEND of the rows, of vLLM's names")
+LATENT_BACKENDS = "fp8:KVJAX_MLA", "auto:KVJAX_MLA", "auto:FLASH_ATTN_MLA", "fp8:FLASHMLA", "auto:FLASHMLA"
+
+PAIRS = flags.DEFINE_list("backends", None, "DTYPE:BACKEND of the rows, of vLLM's names (default: those of the model)")
 ROWS = output.define_some("rows", {case: case for case in CASES}, "kinds of rows (default: decode)")
-LAYERS = output.define_numbers("layers", "layers of the model, of Llama-3.1-8B's sizes (default: 32)", least=1)
+LAYERS = output.define_numbers("layers", "layers of the model (default: 32)", least=1)
 SEQS = flags.DEFINE_integer("sequences", 64, "sequences at once", lower_bound=1)
 PROMPT = flags.DEFINE_integer("prompt", 8_192, "tokens of each prompt", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 64, "steps to time", lower_bound=1)
@@ -49,6 +51,14 @@ LONGEST = flags.DEFINE_integer("longest", 8_000, "with --check: the most tokens 
 CHECK_LAYERS = flags.DEFINE_integer("check_layers", 4, "with --check: layers of the model", lower_bound=1)
 
 SIZES: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+LLAMA = SIZES | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 4_096,
@@ -56,14 +66,28 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
-    "hidden_act": "silu",
-    "dtype": "bfloat16",
-    "tie_word_embeddings": False,
 }
+DEEPSEEK = SIZES | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2_048,
+    "intermediate_size": 10_944,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "rope_theta": 10_000.0,
+}
+"""DeepSeek-V2-Lite's, with dense layers alone: 16 heads are those of a device that shares DeepSeek-V3 with seven."""
+MODELS = {
+    "llama": (LLAMA, BACKENDS, vllm_checks.KEYS_AND_VALUES),
+    "deepseek": (DEEPSEEK, LATENT_BACKENDS, vllm_checks.LATENTS),
+}
+MODEL = flags.DEFINE_enum("model", "llama", [*MODELS], "sizes of the model: keys and values, or latents (MLA)")
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -83,6 +107,11 @@ ECHOES = "Engine core", "EngineCore", "WorkerProc", "root cause"
 def small(flag: flags.FlagHolder[int], smallest: int) -> int:
     """A flag's value; with --smoke a small one, unless the flag is set."""
     return smallest if output.SMOKE.value and not flag.present else flag.value
+
+
+def is_own(backend: str) -> bool:
+    """Whether an attention backend is kvjax's."""
+    return backend.startswith(KVJAX)
 
 
 class FailedError(Exception):
@@ -120,7 +149,10 @@ class Engine:
         Raises:
           FailedError: with the last error of the process, or its time limit.
         """
-        sizes = {**SIZES, **(SMALL if output.SMOKE.value else {}), "num_hidden_layers": self.layers}
+        of_model, _, _ = MODELS[MODEL.value]
+        sizes = {**of_model, **(SMALL if output.SMOKE.value else {}), "num_hidden_layers": self.layers}
+        if of_model is DEEPSEEK:
+            sizes["first_k_dense_replace"] = self.layers
         job = {"config": sizes, "vocabulary": sizes["vocab_size"], "random": self.is_random}
         job |= {"options": options, "runs": runs}
         status, text = run_alone("benchmarks.peers.serves_vllm", job, environment or {})
@@ -180,9 +212,10 @@ class VllmBenchmark(output.Program):
     def test_1_times(self) -> None:
         if CHECK.value:
             return
+        _, pairs, _ = MODELS[MODEL.value]
         for layers in LAYERS.value or [2 if output.SMOKE.value else 32]:
             for case in ROWS.value or CASES[:1]:
-                for dtype, backend in (pair.split(":") for pair in PAIRS.value):
+                for dtype, backend in (pair.split(":") for pair in PAIRS.value or pairs):
                     self.time(case, Engine(dtype, backend, layers))
 
     def time(self, case: str, engine: Engine) -> None:
@@ -211,7 +244,7 @@ class VllmBenchmark(output.Program):
                     first = engine.run(options, fresh, start={})
                 whole = engine.run(options, fresh if first else environment, times=job)
             except FailedError as error:
-                self.results.skip(what, str(error), asked_for=engine.backend == KVJAX)
+                self.results.skip(what, str(error), asked_for=is_own(engine.backend))
                 return
         found = whole["times"]
         subject = {
@@ -230,7 +263,7 @@ class VllmBenchmark(output.Program):
         }
         if "prompt_tokens_a_second" in found:
             facts["prompt_tokens_a_second"] = round(found["prompt_tokens_a_second"])
-        peer = OWN if engine.backend == KVJAX else engine.backend
+        peer = OWN if is_own(engine.backend) else engine.backend
         times = Timing(tuple(found["samples"]), Clock.WALL)
         self.results.add(Measurement("vllm", subject, peer, times, facts=facts))
 
@@ -238,7 +271,8 @@ class VllmBenchmark(output.Program):
         if not CHECK.value:
             return
         requests, longest = small(REQUESTS, 12), small(LONGEST, 200)
-        runs = vllm_checks.plan(requests=requests, longest=longest, is_small=output.SMOKE.value)
+        _, _, compare = MODELS[MODEL.value]
+        runs = vllm_checks.plan(compare, requests=requests, longest=longest, is_small=output.SMOKE.value)
 
         def run(key: vllm_checks.Key, options: dict[str, Any], jobs: dict[str, Any]) -> Any:
             engine = Engine(key.dtype, key.backend, CHECK_LAYERS.value, is_random=True)
@@ -247,7 +281,7 @@ class VllmBenchmark(output.Program):
             return engine.run(engine.options(**options), environment, **jobs)
 
         found, failed = vllm_checks.run_all(runs, run, FailedError, at_once=AT_ONCE.value, say=output.say)
-        for check in vllm_checks.judge(found, failed, requests=requests, is_small=output.SMOKE.value):
+        for check in vllm_checks.judge(compare, found, failed, requests=requests, is_small=output.SMOKE.value):
             with self.subTest(check.name):
                 self.results.check(check.name, check.holds, check.text)
                 assert check.holds is not False, check.text

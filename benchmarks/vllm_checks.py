@@ -11,12 +11,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
-KVJAX, FLASH = "KVJAX", "FLASH_ATTN"
-DTYPES = "nvfp4", "fp8", "auto"
 NEW_TOKENS, ALONE = 64, 32
 BLOCK_SIZE = 16
 NEAR = 0.05
 """Two tokens whose log-probabilities differ by less are as likely, in bfloat16."""
+
+
+class Compare(NamedTuple):
+    """What is compared: kvjax's backend and vLLM's, in vLLM's names, and the dtypes of kvjax's caches."""
+
+    own: str
+    peer: str
+    dtypes: tuple[str, ...]
+
+
+KEYS_AND_VALUES = Compare("KVJAX", "FLASH_ATTN", ("nvfp4", "fp8", "auto"))
+LATENTS = Compare("KVJAX_MLA", "FLASH_ATTN_MLA", ("fp8", "auto"))
 
 
 class Key(NamedTuple):
@@ -43,7 +53,7 @@ type Runs = dict[Key, tuple[dict[str, Any], dict[str, Any]]]
 """vLLM's options of each process, and its jobs by their names."""
 
 
-def plan(*, requests: int, longest: int, is_small: bool) -> Runs:
+def plan(of: Compare, *, requests: int, longest: int, is_small: bool) -> Runs:
     """Which processes run what. A cache holds eight of the longest prompts: other requests wait or are preempted."""
     count = 6 if is_small else 24
     lengths = [min(65 + 331 * number, longest) for number in range(count)]
@@ -62,13 +72,13 @@ def plan(*, requests: int, longest: int, is_small: bool) -> Runs:
         "num_gpu_blocks_override": 8 * -(-(longest + 128) // BLOCK_SIZE),
     }
     runs: Runs = {}
-    for dtype in DTYPES:
+    for dtype in of.dtypes:
         jobs = {"generated": generated, "logprobs": teacher, **({"requests": random} if dtype == "auto" else {})}
-        runs[Key(dtype, KVJAX)] = options, jobs
-        runs[Key(dtype, KVJAX, "eager")] = {**options, "enforce_eager": True}, {"generated": generated}
-    runs[Key("auto", FLASH)] = options, {"logprobs": teacher, "requests": random}
-    runs[Key("fp8", FLASH)] = options, {"logprobs": teacher}
-    runs[Key("nvfp4", KVJAX, "asleep")] = {**options, "enable_sleep_mode": True}, {"asleep": generated}
+        runs[Key(dtype, of.own)] = options, jobs
+        runs[Key(dtype, of.own, "eager")] = {**options, "enforce_eager": True}, {"generated": generated}
+    runs[Key("auto", of.peer)] = options, {"logprobs": teacher, "requests": random}
+    runs[Key("fp8", of.peer)] = options, {"logprobs": teacher}
+    runs[Key(of.dtypes[0], of.own, "asleep")] = {**options, "enable_sleep_mode": True}, {"asleep": generated}
     return runs
 
 
@@ -105,30 +115,33 @@ def _seconds(result: Any) -> str:
     return ", ".join(parts)
 
 
-def judge(found: dict[Key, Any], failed: dict[Key, str], *, requests: int, is_small: bool) -> Iterator[Check]:
+def judge(
+    compare: Compare, found: dict[Key, Any], failed: dict[Key, str], *, requests: int, is_small: bool
+) -> Iterator[Check]:
     """One check after another. One whose processes failed fails, if they are kvjax's; else it was not tried."""
 
     def attempt(name: str, keys: list[Key], check: Callable[..., Check], *more: Any) -> Check:
         if missing := [key for key in keys if key in failed]:
-            holds = False if any(key.backend == KVJAX and key.kind != "asleep" for key in missing) else None
+            holds = False if any(key.backend == compare.own and key.kind != "asleep" for key in missing) else None
             return Check(name, holds, "; ".join(f"{key}: {failed[key]}" for key in missing))
         return check(name, *(found[key] for key in keys), *more)
 
-    for dtype in DTYPES:
-        keys = [Key(dtype, KVJAX), Key(dtype, KVJAX, "eager")]
+    for dtype in compare.dtypes:
+        keys = [Key(dtype, compare.own), Key(dtype, compare.own, "eager")]
         yield attempt(f"graphs give the tokens of eager steps, {dtype}", keys, _same_tokens)
-    of, own = Key("auto", FLASH), Key("auto", KVJAX)
-    name = "bfloat16's likeliest tokens are those of FLASH_ATTN, or as likely"
+    of, own = Key("auto", compare.peer), Key("auto", compare.own)
+    name = f"bfloat16's likeliest tokens are those of {compare.peer}, or as likely"
     yield attempt(name, [of, own], _agrees)
-    name = "fp8 is as close to bfloat16 as FLASH_ATTN's fp8"
-    yield attempt(name, [of, Key("fp8", FLASH), Key("fp8", KVJAX)], _is_as_close)
-    yield attempt("NVFP4 next to bfloat16", [of, Key("nvfp4", KVJAX)], _next_to)
+    name = f"fp8 is as close to bfloat16 as {compare.peer}'s fp8"
+    yield attempt(name, [of, Key("fp8", compare.peer), Key("fp8", compare.own)], _is_as_close)
+    first = compare.dtypes[0]
+    yield attempt(f"{first} next to bfloat16", [of, Key(first, compare.own)], _next_to)
     for key in (own, of):
         name = f"random requests end and leave nothing behind, {key.backend}"
         yield attempt(name, [key], _leaves_nothing, requests, is_small)
-    name = "random requests deviate from one at a time as FLASH_ATTN's do"
+    name = f"random requests deviate from one at a time as {compare.peer}'s do"
     yield attempt(name, [own, of], _deviates_as)
-    yield attempt("sleep keeps the tokens", [Key("nvfp4", KVJAX, "asleep")], _sleeps)
+    yield attempt("sleep keeps the tokens", [Key(first, compare.own, "asleep")], _sleeps)
 
 
 def _same_tokens(name: str, graphs: Any, eager: Any) -> Check:
@@ -159,7 +172,7 @@ def _agrees(name: str, of: Any, own: Any) -> Check:
 def _is_as_close(name: str, of: Any, flash: Any, own: Any) -> Check:
     theirs, mine = (compared(of["logprobs"], each["logprobs"]) for each in (flash, own))
     holds = mine.of_prompts <= 1.1 * theirs.of_prompts and mine.of_tops <= 1.1 * theirs.of_tops
-    return Check(name, holds, f"kvjax: {mine}; FLASH_ATTN: {theirs}")
+    return Check(name, holds, f"kvjax: {mine}; vLLM: {theirs}")
 
 
 def _next_to(name: str, of: Any, own: Any) -> Check:
@@ -174,7 +187,7 @@ def _leaves_nothing(name: str, process: Any, requests: int, is_small: bool) -> C
 
 def _deviates_as(name: str, own: Any, of: Any) -> Check:
     mine, theirs = (Deviations.of(each["requests"]["errors"]) for each in (own, of))
-    return Check(name, mine.mean <= 1.25 * theirs.mean, f"log-probabilities by {mine}; FLASH_ATTN's by {theirs}")
+    return Check(name, mine.mean <= 1.25 * theirs.mean, f"log-probabilities by {mine}; vLLM's by {theirs}")
 
 
 class Deviations(NamedTuple):

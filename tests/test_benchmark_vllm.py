@@ -97,7 +97,7 @@ def test_a_process_leaves_none_behind(
 SAME = [{"3": -0.1, "4": -0.2}] * 20
 
 
-def results(changed: dict[str, Any]) -> Any:
+def results(changed: dict[str, Any], model: str = "KEYS_AND_VALUES") -> Any:
     """What the processes of `--check` find if all is well, but for changes by the name of a job."""
     from benchmarks import vllm_checks
 
@@ -108,7 +108,7 @@ def results(changed: dict[str, Any]) -> Any:
         "requests": {"ended": 9, "blocks_free": True, "memory_grew": 0, "preempted": 3, "errors": [[0.01]]},
         "asleep": {"same": True, "freed": 2**30},
     }
-    plan = vllm_checks.plan(requests=9, longest=100, is_small=False)
+    plan = vllm_checks.plan(getattr(vllm_checks, model), requests=9, longest=100, is_small=False)
     found: dict[Any, Any] = {
         key: {"ready": 20.0, **{name: {"seconds": 1.0, **job[name]} for name in jobs}}
         for key, (_, jobs) in plan.items()
@@ -118,15 +118,16 @@ def results(changed: dict[str, Any]) -> Any:
     return found
 
 
-def verdicts(found: Any, failed: Any = None) -> dict[str, bool | None]:
+def verdicts(found: Any, failed: Any = None, model: str = "KEYS_AND_VALUES") -> dict[str, bool | None]:
     from benchmarks import vllm_checks
 
-    judged = vllm_checks.judge(found, failed or {}, requests=9, is_small=False)
+    judged = vllm_checks.judge(getattr(vllm_checks, model), found, failed or {}, requests=9, is_small=False)
     return {check.name: check.holds for check in judged}
 
 
-def test_checks_pass_for_equal_results():
-    assert {*verdicts(results({})).values()} == {True}
+@pytest.mark.parametrize("model", ["KEYS_AND_VALUES", "LATENTS"])
+def test_checks_pass_for_equal_results(model):
+    assert {*verdicts(results({}, model), model=model).values()} == {True}
 
 
 @pytest.mark.parametrize(
@@ -161,15 +162,15 @@ def test_another_token_that_is_as_likely_is_no_difference():
 
 
 def test_a_process_of_kvjax_that_failed_fails_its_checks_and_one_of_a_peer_is_named():
-    from benchmarks.vllm_checks import Key, judge
+    from benchmarks.vllm_checks import KEYS_AND_VALUES, Key, judge
 
     found = results({})
     own, peer = Key("nvfp4", "KVJAX"), Key("auto", "FLASH_ATTN")
     failed = {key: "ValueError: no" for key in (own, peer) if found.pop(key)}
-    checks = [*judge(found, failed, requests=9, is_small=False)]
+    checks = [*judge(KEYS_AND_VALUES, found, failed, requests=9, is_small=False)]
     assert [check.name.rpartition(", ")[2] for check in checks if check.holds is False] == [
         "nvfp4",
-        "NVFP4 next to bfloat16",
+        "nvfp4 next to bfloat16",
     ]
     assert "auto:FLASH_ATTN, graphs: ValueError: no" in [check.text for check in checks if check.holds is None]
 

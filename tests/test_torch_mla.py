@@ -622,6 +622,23 @@ def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str, heads:
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "vllm_name"), [("bfloat16", "auto"), ("fp8_e4m3", "fp8")])
+def test_on_a_gpu_a_write_has_the_bytes_of_vllms_own_operation(name: str, vllm_name: str):
+    pytest.importorskip("vllm._C_stable_libtorch", exc_type=ImportError)
+    generator = torch.Generator("cuda").manual_seed(0)
+    kv_c, k_pe = (torch.randn(500, size, generator=generator, device="cuda").bfloat16() for size in (512, 64))
+    kv_c[3, :256], kv_c[4, 7] = 0, 448
+    slots = torch.randperm(512, generator=generator, device="cuda")[:500]
+    slots[::50] = -1
+    spec, scale = spec_of(name, block_size=64), torch.tensor([0.37], device="cuda")
+    own, theirs = (cache_of(spec, poisoned(spec, 8))[0].cuda() for _ in range(2))
+    kvjax_torch.concat_and_cache_mla(kv_c, k_pe, own, slots, name, scale)
+    cache = theirs if vllm_name == "auto" else theirs.view(torch.uint8)  # as vLLM keeps fp8
+    torch.ops._C_cache_ops.concat_and_cache_mla(kv_c, k_pe, cache, slots, vllm_name, scale, False)
+    assert_same_bytes(own.cpu().view(torch.uint8).numpy(), theirs.cpu().view(torch.uint8).numpy())
+
+
 @pytest.mark.parametrize("name", ["concat", "gather", "attention", "ragged attention"])
 def test_operations_have_schemas_and_fakes(name: str):
     cache, scale = torch.zeros(2, 8, 576, dtype=torch.bfloat16), torch.tensor(1.0)
