@@ -34,9 +34,9 @@ CONFIG = PromptConfig(128, 2)
     ("dtype", "changes"),
     [
         ("nvfp4", {"v_scale_layout": "swizzled", "layout": "HND", "block_size": 32}),
-        pytest.param("nvfp4", {"head_size_v": 96}, marks=pytest.mark.full),
+        pytest.param("nvfp4", {"head_size_v": 96}, marks=pytest.mark.nightly),
         pytest.param("fp8_e4m3", {"layout": "HND"}, marks=pytest.mark.full),
-        pytest.param("fp8_k_nvfp4_4over6_v", {"head_size": 32}, marks=pytest.mark.full),
+        pytest.param("fp8_k_nvfp4_4over6_v", {"head_size": 32}, marks=pytest.mark.nightly),
     ],
 )
 def test_keys_are_gathered_by_rows_and_values_transposed_each_rounded_once(dtype, changes):

@@ -246,12 +246,14 @@ AXES_OF_EACH_DTYPE = {"layout", "operation", "input_dtype", "dense_dtype", "outp
 """What the code of each dtype depends on, and not that of each kind alone."""
 
 _KINDS = [*FEW_DTYPES, *(dtype.value for dtype in FEW_DTYPES)]
+_NAMES_OF_KINDS = {*map(repr, _KINDS)}
 
 
-def _is_of_a_kind(combination: Iterable[tuple[str, Any]]) -> bool:
+def _is_of_a_kind(combination: Iterable[tuple[str, str]]) -> bool:
     """Whether it has no dtype, one of `FEW_DTYPES`, or but for a dtype only values of `AXES_OF_EACH_DTYPE`."""
-    values = dict(combination)
-    return values.pop("dtype", _KINDS[0]) in _KINDS or values.keys() <= AXES_OF_EACH_DTYPE
+    names = dict(combination)
+    dtype = names.pop("dtype", None)
+    return dtype is None or dtype in _NAMES_OF_KINDS or names.keys() <= AXES_OF_EACH_DTYPE
 
 
 def _params(
@@ -265,20 +267,16 @@ def _params(
     has_kinds = any(case.get("dtype") in _KINDS for case in cases)
     if "dtype" not in few and has_kinds:
         few = {**few, "dtype": _KINDS}
-    items = [list(case.items()) for case in cases]
-    singles, twos = ([_named(itertools.combinations(each, size)) for each in items] for size in (1, 2))
-    of_kinds = [_named(filter(_is_of_a_kind, itertools.combinations(each, 2))) for each in items] if has_kinds else twos
+    # By the names of values, which are equal only where they are the same.
+    named = [[(axis, repr(value)) for axis, value in case.items()] for case in cases]
+    singles, twos = ([{*itertools.combinations(each, size)} for each in named] for size in (1, 2))
+    of_kinds = [{*filter(_is_of_a_kind, each)} for each in twos] if has_kinds else twos
     in_few = [i for i, case in enumerate(cases) if all(case[axis] in some for axis, some in few.items())]
     always = _covering(in_few, twos if pairs else singles)
     wanted = [one | two for one, two in zip(singles, of_kinds, strict=True)]
     kept = range(len(cases)) if whole else _covering(range(len(cases)), wanted, always)
     marks = [() if i in always else pytest.mark.full for i in range(len(cases))]
     return [pytest.param(*values(cases[i]), id=_name(cases[i]), marks=marks[i]) for i in sorted(kept)]
-
-
-def _named(combinations: Iterable[tuple[tuple[str, Any], ...]]) -> set[Any]:
-    """The same with the names of values, which are equal only where they are the same."""
-    return {tuple((axis, repr(value)) for axis, value in each) for each in combinations}
 
 
 def _covering(candidates: Sequence[int], held: Sequence[set[Any]], taken: Collection[int] = ()) -> set[int]:

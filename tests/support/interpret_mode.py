@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.experimental.pallas.tpu  # else interpret mode does so when it first compiles, and all is traced anew
 import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic.interpret import thread_map
