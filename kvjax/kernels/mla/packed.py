@@ -25,7 +25,7 @@ from kvjax.errors import UnsupportedError
 from kvjax.kernels import compat, lanes, tiles
 from kvjax.kernels.aliases import Ref, Registers, Scalar
 from kvjax.kernels.attention.formats import E2M1_FACTOR, e2m1_in_order, from_e4m3, scaled
-from kvjax.kernels.mla.tiles import TOKENS, WARPGROUPS, SharedRows, Source
+from kvjax.kernels.mla.tiles import TOKENS, WARPGROUPS, LatentRows, Source
 from kvjax.kernels.registers import THREADS
 from kvjax.spec import AttentionSpec
 
@@ -63,7 +63,7 @@ class Packed:
     """
 
     spec: AttentionSpec
-    tokens: SharedRows
+    tokens: LatentRows
     lots: int = TOKENS // AT_ONCE
     groups: int = 0
 

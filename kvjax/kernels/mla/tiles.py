@@ -112,7 +112,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedRows:
+class LatentRows:
     """Rows in shared memory.
 
     Attributes:
@@ -169,8 +169,8 @@ class Tiles:
       signals: in interpret mode the barriers of `announce` and `release`; else None.
     """
 
-    queries: SharedRows
-    tokens: SharedRows
+    queries: LatentRows
+    tokens: LatentRows
     of_weights: Ref
     numbers: Ref
     all_stored: Barriers
@@ -180,7 +180,7 @@ class Tiles:
     def of(cls, spec: AttentionSpec, refs: tuple[Ref, ...]) -> Tiles:
         """Those of `scratch_types`."""
         others = list(refs)
-        queries, tokens = (SharedRows(others.pop(0), others.pop(0) if spec.part_sizes[1] else None) for _ in range(2))
+        queries, tokens = (LatentRows(others.pop(0), others.pop(0) if spec.part_sizes[1] else None) for _ in range(2))
         replaced = tokens.rope if _weights_replace_rope_keys(spec) else None
         weights = others.pop(0) if replaced is None else replaced
         numbers, *barriers = others
@@ -278,7 +278,7 @@ class Copied:
       rope_offset: the byte in a row at which its rope key begins.
     """
 
-    tokens: SharedRows
+    tokens: LatentRows
     rope_offset: int
     lots: int = TOKENS // AT_ONCE
     groups: int = 2
