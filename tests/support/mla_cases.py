@@ -59,11 +59,21 @@ def build(
         kv_c, k_pe = (rng.standard_normal((len(position), part)).astype(np.float32) for part in spec.part_sizes)
         kv_c[:, 0] += growth * (position // 64)
         stored = mla_reference.rows(spec, kv_c, k_pe, scale)
+        if spec.dtype is KVCacheDType.FP8_DS_MLA:
+            stored = _with_any_scales(stored, spec.kv_lora_rank)
         pages = mla_reference.write(pages, spec, stored, table[seq, position // size] * size + position % size)
         dense = np.zeros((length, spec.head_size), np.float32)
         dense[first:] = np.concatenate(mla_reference.decoded(spec, stored, scale), axis=1)
         keys.append(dense)
     return Problem(spec, cache_from_bytes(pages, spec, num_blocks), table, np.array(seq_lens, np.int32), keys, scale)
+
+
+def _with_any_scales(stored: np.ndarray, rank: int) -> np.ndarray:
+    """Rows of `fp8_ds_mla`, of every second token with scales that are no powers of two, as a cache may have them."""
+    codes, scales, rope = np.split(stored, [rank, rank + rank // 32], axis=1)
+    scales = np.ascontiguousarray(scales).view(np.float32).copy()
+    scales[::2] *= np.random.default_rng(2).uniform(0.5, 1, scales[::2].shape).astype(np.float32)
+    return np.concatenate([codes, mla_reference.raw(scales), rope], axis=1)
 
 
 def queries(spec: MLAAttentionSpec, shape: tuple[int, ...], dtype: str) -> tuple[np.ndarray, np.ndarray]:
