@@ -33,9 +33,6 @@ E4M3_MAX = 448.0
 LEAST_TOKEN_SCALE = 1e-6
 """Lower bound of a scale per token and head, as in vLLM: rows of zeros need one too."""
 
-LEAST_NORMAL = 2.0**-126
-"""The smallest normal float32, the lower bound of a scale of `fp8_ds_mla`."""
-
 NOT_A_FLOAT32 = 1.0 + 2.0**-52
 """The float64 next to 1: a factor without effect on a float32 result, and not representable in float32."""
 
@@ -170,9 +167,12 @@ def decode_per_token_head(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Encodes blocks of 128 along the last dimension as fp8 codes and one float32 scale each, as vLLM's caches of MLA.
 
-    With `amax` the block's largest magnitude, NaN ignored, `scale = max(amax / 448, 2**-126)`; a code is `x / scale`
-    clamped to 448 and rounded to nearest even, NaN kept. Division is exact, also of subnormal numbers, as in vLLM's
-    `concat_and_cache_ds_mla_kernel`.
+    `scale = 2 ** ceil(log2(max(amax / 448, 1e-4)))`, without rounding (`block_scales`), with `amax` the block's largest
+    magnitude, NaN ignored; a code is `x / scale`, which is exact, rounded to nearest even, the sign of 0 and NaN kept.
+    This is FlashMLA's convention (its `tests/quant.py`), and what vLLM 0.33.0's `concat_and_cache_mla` stores of 16-bit
+    latents, all that it takes; earlier ones stored `max(amax / 448, 2**-126)`. `decode_fp8_ds_mla` reads any scale. An
+    infinity makes the scale infinite: the whole block reads as NaN. Finite scales are at most `2**120`, under which
+    magnitudes from `248 * 2**120` on round to 256 and read as infinity.
 
     Args:
       x: float32, float16 or bfloat16 `[..., size]`, a multiple of 128.
@@ -183,21 +183,21 @@ def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     block = (info := KVCacheDType.FP8_DS_MLA.info).elements_per_scale or 1
     blocks = lax.reshape(_to(x, np.float32), (*x.shape[:-1], x.shape[-1] // block, block))
     amax = lax.reduce_max(_where(_is_nan(blocks), 0.0, lax.abs(blocks)), [x.ndim])
-    scales = lax.max(exact_divide(amax, np.float32(info.max)), np.float32(LEAST_NORMAL))
-    quotients = divide_subnormal(blocks, lax.broadcast_in_dim(scales, blocks.shape, range(scales.ndim)))
-    return lax.reshape(_float8_codes(quotients, info.storage_dtype), x.shape), scales
+    scales, inverse = block_scales(amax)
+    return lax.reshape(_float8_codes(_times_each_block(blocks, inverse), info.storage_dtype), x.shape), scales
 
 
-def divide_subnormal(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`exact_divide` of float32 `x`, which may be subnormal, by a normal divisor of its shape."""
-    # XLA on CPU takes a subnormal x for 0. As an integer it is a multiple of 2**-149: x * 2**126 is normal.
-    bits = _bits(x)
-    magnitude = lax.bitwise_and(bits, np.uint32(0x7FFFFFFF))
-    is_subnormal = lax.lt(magnitude, np.uint32(1 << 23))
-    raised = lax.mul(_to(magnitude, np.float32), np.float32(2.0**-23))
-    raised = lax.select(lax.lt(_to(bits, np.int32), np.int32(0)), lax.neg(raised), raised)
-    divisor = lax.select(is_subnormal, lax.mul(divisor, np.float32(2.0**126)), divisor)
-    return exact_divide(lax.select(is_subnormal, raised, x), divisor)
+def block_scales(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns scales of `fp8_ds_mla` for float32 magnitudes `amax`, and their reciprocals: infinity has 0.
+
+    `448 * 2**k` is `1.75 * 2**(k + 8)`: adding `0x1FFFFF` to the bits of `amax` carries into the exponent if its
+    significand exceeds 1.75. Products with reciprocals are exact, or subnormal: their codes are 0, flushed or not.
+    """
+    bits = lax.bitwise_and(lax.add(lax.bitcast_convert_type(amax, np.int32), np.int32(0x1FFFFF)), np.int32(255 << 23))
+    bits = lax.sub(lax.max(bits, np.int32(127 - 13 + 8 << 23)), np.int32(8 << 23))  # 2**-13 is above 1e-4
+    scales, inverse = (lax.bitcast_convert_type(x, np.float32) for x in (bits, lax.sub(np.int32(254 << 23), bits)))
+    is_infinite = lax.eq(amax, np.float32(np.inf))
+    return _where(is_infinite, np.inf, scales), _where(is_infinite, 0.0, inverse)
 
 
 def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:

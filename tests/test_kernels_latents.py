@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import gpu_compile
 from support.gpu_compile import TARGETS, compile_for
+from support.hard_numbers import blocks_at_powers_of_two
 from support.helpers import INPUT_DTYPES, assert_same_bytes, matrix, page_bytes, raise_scales, tokens
 from support.interpret_mode import interpret_mode
 from support.mla_cases import spec_of
@@ -168,7 +169,7 @@ def test_no_scale_of_poisoned_pages_decodes_to_subnormal_numbers(padding: int):
 
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_special_numbers_are_stored_as_xla_stores_them(dtype: Any):
-    """NaN, infinities, zeros and subnormal numbers, which `fp8_ds_mla` divides exactly."""
+    """NaN, infinities, zeros and subnormal numbers."""
     spec = spec_of("fp8_ds_mla", (256, 16))
     latents = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
     latents *= 2.0 ** np.arange(-32, 32, 4, dtype=np.float32)[:, None]
@@ -177,6 +178,16 @@ def test_special_numbers_are_stored_as_xla_stores_them(dtype: Any):
     latents[5], latents[6], latents[7, 0] = np.nan, latents[6] * 1e-38, -np.nan
     rope_keys = latents[:, :16]
     assert_same_write(spec, [x.astype(dtype) for x in (latents, rope_keys)], np.arange(3, 19, dtype=np.int32))
+
+
+@pytest.mark.parametrize("input_dtype", INPUT_DTYPES)
+def test_an_interpreted_write_has_the_bytes_of_xla_at_powers_of_two(input_dtype: str):
+    """Largest magnitudes below, at and above 448 * 2^k."""
+    spec, dtype = spec_of("fp8_ds_mla", (256, 16)), np.dtype(INPUT_DTYPES[input_dtype])
+    blocks = blocks_at_powers_of_two(dtype, (-15, -14, -13, -12, 0, 6, 7, 64, 119))
+    kv_c = blocks[: len(blocks) // 2 * 2].reshape(-1, 256)
+    slots = np.arange(len(kv_c), dtype=np.int32)[::-1] + 3
+    assert_same_write(spec, (kv_c, np.zeros((len(kv_c), 16), dtype)), slots)
 
 
 def test_rows_at_odd_addresses_are_gathered_by_xla():

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import mla_reference
+from support.hard_numbers import blocks_at_powers_of_two
 from support.helpers import (
     INPUT_DTYPES,
     SPECIALS,
@@ -37,6 +38,7 @@ from kvjax import (
     concat_and_cache_mla,
     gather_mla,
     max_tokens,
+    quant,
     unify_page_sizes,
 )
 from kvjax.spec import spec_from_dict, spec_to_dict
@@ -144,13 +146,62 @@ def test_the_reference_rounds_to_the_nearest_e4m3_number():
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, -1e-40, 1e-38, 3e-36, 1.0, 448.0, 3e38, np.inf, np.nan])
 def test_fp8_ds_mla_stores_blocks_of_any_magnitude(value: float):
-    """A block's scale is at least 2^-126, below which numbers are subnormal and not flushed."""
+    """Zeros, what is below the least scale, subnormal numbers, infinity and NaN."""
     kv_c = np.full((2, 512), 0.5, np.float32)
     kv_c[0, 128:256], kv_c[1, 130] = value, value
     spec = spec_of("fp8_ds_mla")
     k_pe = np.zeros((2, 64), np.float32)
     before, after = written(spec, kv_c, k_pe, np.array([0, 9]))
     assert_same_bytes(after, mla_reference.write(before, spec, mla_reference.rows(spec, kv_c, k_pe, 1.0), [0, 9]))
+
+
+@pytest.mark.parametrize("source", INPUT_DTYPES)
+def test_fp8_ds_mla_has_the_bytes_of_the_format_at_every_power_of_two(source: str):
+    """Largest magnitudes below, at and above each 448 * 2^k, and codes beside their midpoints."""
+    blocks = blocks_at_powers_of_two(np.dtype(INPUT_DTYPES[source]), range(-18, 120))
+    kv_c = np.resize(blocks, (-(-len(blocks) // 4) * 4, 128)).reshape(-1, 512)
+    expected = np.stack([mla_reference.fp8_ds_mla(row) for row in kv_c])
+    for encode in (jax.jit(quant.encode_fp8_ds_mla), quant.encode_fp8_ds_mla):
+        codes, scales = map(np.asarray, encode(kv_c))
+        assert_same_bytes(np.concatenate([mla_reference.raw(codes), mla_reference.raw(scales)], axis=1), expected)
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"),
+    [
+        *((3.125, 0.0078125), (2.374e-9, 2.0**-13), (3178496.0, 8192.0), (3741319168.0, 8388608.0)),
+        *((448 * 2.0**k, 2.0**k) for k in (-13, -1, 0, 1, 16, 100, 119)),
+        *((np.nextafter(np.float32(448 * 2.0**k), np.float32(np.inf)), 2.0 ** (k + 1)) for k in (-13, 0, 64, 119)),
+        *((np.nextafter(np.float32(448 * 2.0**k), np.float32(0)), 2.0**k) for k in (-13, 0, 64, 119)),
+        *((x, 2.0**-13) for x in (0.0, 1e-45, 2.0**-126, 448 * 2.0**-14, 300 * 2.0**-13)),
+        *((np.finfo(np.float32).max, 2.0**120), (np.inf, np.inf)),
+    ],
+)
+def test_a_scale_of_fp8_ds_mla_is_a_power_of_two(amax: float, scale: float):
+    """The first four as vLLM 0.33.0 stored them on an H200."""
+    assert quant.block_scales(jnp.float32(amax))[0] == scale
+    kv_c = np.zeros((1, 512), np.float32)
+    kv_c[0, 7], kv_c[0, 8], kv_c[0, 133] = -amax, np.nan, amax / 2
+    codes, scales = quant.encode_fp8_ds_mla(kv_c)
+    assert scales[0, 0] == scale
+    assert scales[0, 1] == quant.block_scales(jnp.float32(amax / 2))[0]
+    assert np.isnan(float(codes[0, 8]))
+    read = float(quant.decode_fp8_ds_mla(codes, scales)[0, 7])
+    if amax > 248 * 2.0**120:  # as its code is 256, it reads as -2^128
+        assert np.isnan(read) if np.isinf(amax) else np.isneginf(read)
+    else:
+        assert abs(read + amax) <= max(amax / 16, 2.0**-23)
+
+
+def test_every_significand_has_the_least_power_of_two_above():
+    """In two binades, below the least scale and above it, in integers of 24 bits."""
+    significand = np.arange(1 << 23, 1 << 24, dtype=np.int32)
+    for exponent, scale in ((-8, 2.0**-13), (3, 2.0**-5)):
+        amax = np.ldexp(significand.astype(np.float32), exponent - 23)
+        scales, inverse = map(np.asarray, jax.jit(quant.block_scales)(amax))
+        exceeds = (significand > 7 << 21) & (exponent > -8)
+        np.testing.assert_array_equal(scales, np.where(exceeds, 2 * scale, scale))
+        np.testing.assert_array_equal(inverse, np.float32(1) / scales)
 
 
 @matrix({"dtype": ["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4"]}, few={"dtype": ["bfloat16", "nvfp4"]})

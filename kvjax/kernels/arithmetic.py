@@ -126,16 +126,9 @@ def encode_fp8_ds_mla(
     x: jax.Array, dtype: KVCacheDType, broadcast: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`kvjax.quant.encode_fp8_ds_mla` of blocks; takes and returns what `encode_per_token_head` does."""
-    most = jnp.float32(dtype.info.max)
-    largest = _largest_magnitude(x)
-    scales = jnp.maximum(_quotient(largest, lax.broadcast(most, largest.shape)), jnp.float32(quant.LEAST_NORMAL))
-    codes = float8_bits(_quotient(x, broadcast(scales)), dtype.info.storage_dtype)
+    scales, inverse = quant.block_scales(_largest_magnitude(x))
+    codes = float8_bits(x * broadcast(inverse), dtype.info.storage_dtype)
     return codes, lax.bitcast_convert_type(scales, jnp.int32)
-
-
-def _quotient(x: jax.Array, divisor: jax.Array) -> jax.Array:
-    """`x / divisor` in float32, correctly rounded, also of subnormal numbers."""
-    return ptx.elementwise("div.rn.f32 $0, $1, $2;", quant.divide_subnormal, x, divisor)
 
 
 def _largest_magnitude(x: jax.Array) -> jax.Array:

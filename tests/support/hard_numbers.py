@@ -46,6 +46,28 @@ def adversarial_blocks(scale: float) -> np.ndarray:
         return np.concatenate([on_roundings, magnitudes, special, uniform.reshape(-1, 16)]).astype(np.float32)
 
 
+def blocks_at_powers_of_two(dtype, powers) -> np.ndarray:
+    """`[blocks, 128]` of a float dtype: amax on and beside `448 * 2**k` for each power `k` that the dtype has, codes of
+    e4m3 and what is next to their midpoints below it; then powers of two and subnormal numbers alone.
+    """
+    points = around_midpoints(finite_values(reference.E4M3))
+    rng, blocks = np.random.default_rng(0), []
+    with np.errstate(over="ignore", under="ignore"):
+        for k in powers:
+            at = np.array(448 * 2.0**k, np.float64).astype(dtype)
+            if not np.isfinite(at.astype(np.float32)):
+                continue
+            for amax in (np.nextafter(at, dtype.type(0)), at, np.nextafter(at, dtype.type(np.inf))):
+                below = points[np.abs(points) < 440]
+                block = (rng.choice(below, 128).astype(np.float64) * 2.0**k).astype(dtype)
+                block[rng.integers(128)] = rng.choice([-1, 1]).astype(dtype) * amax
+                block[rng.integers(128)] = -0.0
+                blocks.append(block)
+        for magnitude in (1.0, 1e-4, 2.0**-13, 2.0**-24, 2.0**-133, 1e-40, 1e-45):
+            blocks.append((magnitude * rng.uniform(-1, 1, 128)).astype(dtype))
+    return np.stack(blocks)
+
+
 def nearly_tied_blocks(scale: float) -> np.ndarray:
     """`[blocks, 16]` float32, in pairs one bit of one element apart: 6 has less error in one, 4 in the other."""
 

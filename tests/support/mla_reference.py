@@ -45,13 +45,17 @@ def e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def fp8_ds_mla(latent: np.ndarray) -> np.ndarray:
-    """The bytes of a latent: a code of each element, then a float32 scale of each 128."""
+    """The bytes of a latent: a code of each element, then a float32 scale of each 128.
+
+    A scale is the first power of two from 2^-13 on of which 448 are no less than the block's largest magnitude.
+    """
     codes, scales = [], []
-    for block in latent.astype(np.float32).reshape(-1, 128):
-        amax = np.abs(np.where(np.isnan(block), np.float32(0), block)).max()
-        with np.errstate(all="ignore"):
-            scales.append(np.maximum(amax / np.float32(448), np.float32(2.0**-126)))
-            codes.append(e4m3(block / scales[-1]))
+    for block in latent.astype(np.float64).reshape(-1, 128):
+        amax = np.abs(np.where(np.isnan(block), 0, block)).max()
+        scale = next((2.0**k for k in range(-13, 128) if amax <= 448 * 2.0**k), np.inf)
+        with np.errstate(invalid="ignore"):
+            codes.append(e4m3(block / scale))
+        scales.append(scale)
     return np.concatenate([*codes, np.array(scales, np.float32).view(np.uint8)])
 
 
