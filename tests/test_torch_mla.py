@@ -623,12 +623,21 @@ def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str, heads:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "vllm_name"), [("bfloat16", "auto"), ("fp8_e4m3", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "vllm_name"), [("bfloat16", "auto"), ("fp8_e4m3", "fp8"), ("fp8_ds_mla", "fp8_ds_mla")]
+)
 def test_on_a_gpu_a_write_has_the_bytes_of_vllms_own_operation(name: str, vllm_name: str):
     pytest.importorskip("vllm._C_stable_libtorch", exc_type=ImportError)
     generator = torch.Generator("cuda").manual_seed(0)
     kv_c, k_pe = (torch.randn(500, size, generator=generator, device="cuda").bfloat16() for size in (512, 64))
     kv_c[3, :256], kv_c[4, 7] = 0, 448
+    if name == "fp8_ds_mla":  # blocks up to 2^60 apart, and largest magnitudes of 448 * 2^k
+        factors = torch.tensor([1, 2.0**30, 2.0**-30, 1], device="cuda").repeat_interleave(128).bfloat16()
+        kv_c[100:200] *= factors
+        kv_c[200:300] /= factors
+        for k in range(-16, 100):
+            kv_c[320 + k] = kv_c[320 + k].clamp(-4, 4) * 2.0**k
+            kv_c[320 + k, ::128] = torch.tensor([448, -448, 450, 446], device="cuda") * 2.0**k
     slots = torch.randperm(512, generator=generator, device="cuda")[:500]
     slots[::50] = -1
     spec, scale = spec_of(name, block_size=64), torch.tensor([0.37], device="cuda")
