@@ -68,6 +68,19 @@ class LatentSegments(Segments):
         factors = self.dims.factors()
         return [x * (scale * np.float32(factors[i % len(factors)])) for i, x in enumerate(output)]
 
+    def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
+        """Stores the output of a row of the state as row `index` of `ref`, as many elements at once as follow."""
+        dtype, start = np.dtype(ref.dtype), index * self.problem.spec.part_sizes[0]
+        for run in self.dims.runs():
+            words = [values[pair] for pair in run]
+            dim, exists = self.dims.dim(*divmod(run[0], 2))
+            if dtype.itemsize == 2 and len(run) > 1:
+                words = [lanes.half2(x, y, dtype) for x, y in zip(words[::2], words[1::2], strict=True)]
+            if dtype.itemsize == 2 and len(run) == 1:
+                lanes.store_global(ref, start + dim, words[0], condition & exists)
+            else:
+                lanes.store_global_words(ref, start + dim, words, condition & exists)
+
     @property
     def stores_sums(self) -> jax.Array:
         """Of the warps of a group, which have the same, the first."""
