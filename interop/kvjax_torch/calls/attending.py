@@ -344,7 +344,7 @@ def _clamped(query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:
-    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if a token's heads are not contiguous or not aligned."""
+    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if heads are not contiguous or tokens not aligned."""
     _, _, num_heads, head_size = query.shape
     strides = query.stride()
     is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)

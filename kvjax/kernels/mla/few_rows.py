@@ -285,7 +285,9 @@ class FewRows(StageLoop[Factors]):
         self, slot: jax.Array, tile: int, query: Factors
     ) -> tuple[list[Registers], Registers, list[Registers]]:
         """The operands of latents by step of 16 dims, partial logits, and for each run of dims the scales of tokens."""
-        layout = self.stages.layout
+        layout, rope = self.stages.layout, None
+        if self.rope is not None:  # first, so that no warp waits for them when it exchanges logits
+            _, [rope] = self.multiplied(self.rope, slot, tile, 1, of_rope=True)
         scales: list[Registers] = []
         if (rows := self.stages.scales) is not None:
             own = dataclasses.replace(self.latents.warp, head=self.warp.head // self.stages.scale_step)
@@ -296,8 +298,7 @@ class FewRows(StageLoop[Factors]):
         if scales:
             sums = [[x * own[i // 2 % 2] for i, x in enumerate(run)] for run, own in zip(sums, scales, strict=True)]
         logits = [sum(each[1:], each[0]) * query.latents for each in zip(*sums, strict=True)]
-        if self.rope is not None:
-            _, [rope] = self.multiplied(self.rope, slot, tile, 1, of_rope=True)
+        if rope is not None:
             logits = [x + y * query.rope for x, y in zip(logits, rope, strict=True)]
         return steps, logits, scales
 
