@@ -187,7 +187,7 @@ def load_global_words(ref: Ref, index: jax.Array, size: int, condition: jax.Arra
     if compat.interpreting():
         data = ref[...]
         places = indices_from(index, size // dtype.itemsize)
-        found = lax.bitcast_convert_type(jnp.take(data, places, mode="clip"), jnp.uint8).reshape(THREADS, size // 4, 4)
+        found = lax.bitcast_convert_type(jnp.take(data, places, mode="fill"), jnp.uint8).reshape(THREADS, size // 4, 4)
         return _words_where(condition, found)
 
     def run(_: Context, ref: Lowered, index: Lowered, condition: Lowered) -> Lowered:
@@ -203,7 +203,7 @@ def load_global_bytes(ref: Ref, where: Bytes, size: int, immediate: int = 0) -> 
     if compat.interpreting():
         data = lax.bitcast_convert_type(ref[...], jnp.uint8).reshape(-1)
         start = where.page * where.page_bytes + where.offset + immediate
-        found = jnp.take(data, indices_from(start, size), mode="clip").reshape(THREADS, size // 4, 4)
+        found = jnp.take(data, indices_from(start, size), mode="fill").reshape(THREADS, size // 4, 4)
         return _words_where(where.condition, found)
 
     def run(_: Context, ref: Lowered, page: Lowered, offset: Lowered, condition: Lowered) -> Lowered:
@@ -229,8 +229,7 @@ def _load_words(address: Value, condition: Lowered, size: int, immediate: int = 
     clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     to, kind = (registers, "b32") if count == 1 else (f"{{{registers}}}", f"v{count}.b32")
     code = (
-        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {clear}"
-        f" @p ld.global.{kind} {to}, [${count}+{immediate}]; }}"
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {clear} @p ld.global.{kind} {to}, [${count}+{immediate}]; }}"
     )
     values = ptx.inline(code, [address, to_word(condition)], [i32] * count, side_effects=True, early=True)
     return tuple(from_word(value, np.uint32) for value in values)
