@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +181,66 @@ def test_each_part_is_of_its_sequence_alone_and_has_one_block(window, monkeypatc
                 if skipped == counts[sequence]:
                     sequence, skipped = sequence + 1, 0
         assert taken == expected, (lens, shares)
+
+
+class Visits(NamedTuple):
+    """A visitor of segments that writes down what it is called with; its cursor counts segments.
+
+    Attributes:
+      segments: int32 `[segments, 5]`: sequence, first stage, number of stages, whether whole, part.
+      spans: int32 `[sequences, 2]`: first and last thread block.
+    """
+
+    segments: Any
+    spans: Any
+
+    def attend(self, sequence: Any, length: Any, first: Any, count: Any, cursor: Any) -> Any:
+        self.segments[cursor, :3] = jnp.stack([sequence, first, count])
+        return cursor, cursor + 1
+
+    def finish(self, sequence: Any, state: Any, whole: Any, part: Any) -> None:
+        self.segments[state, 3:] = jnp.stack([whole.astype(jnp.int32), part])
+
+    def store_span(self, sequence: Any, first: Any, last: Any) -> None:
+        self.spans[sequence] = jnp.stack([first, last])
+
+
+@pytest.mark.parametrize("overhead", [0, 1, 3])
+def test_each_stage_is_of_one_thread_block_and_no_segment_is_empty(overhead, monkeypatch):
+    """And parts are where spans say that they are, whatever another sequence costs."""
+    monkeypatch.setattr(lanes, "thread_index", lambda: jnp.arange(THREADS))  # in a kernel it has a layout
+    rng, rows, num_blocks = np.random.default_rng(0), 16, 6
+
+    @jax.jit
+    def serve(lens, block):
+        visits = Visits(jax.new_ref(jnp.full((64, 5), -1)), jax.new_ref(jnp.full((len(lens), 2), -1)))
+        problem = problem_of(simple_spec(KVCacheDType.BFLOAT16), num_seqs=len(lens), max_blocks=2048)
+        sequences = schedule.Sequences(problem, rows, jax.new_ref(lens), overhead)
+        workers = schedule.Workers(block, num_blocks)
+        schedule.serve(visits, sequences, workers, None, jnp.int32(0))
+        return visits.segments[...], visits.spans[...], sequences.share(workers).size
+
+    for _ in range(40):
+        lens = rng.choice([0, 1, 16, 17, 33, 100, 700], rng.choice([1, 5, 40])).astype(np.int32)
+        counts = -(-lens // rows)
+        every, spans = [], np.full((len(lens), 2), -1)
+        for block in range(num_blocks):
+            with interpret_mode():
+                segments, own, size = (np.asarray(x) for x in serve(lens, jnp.int32(block)))
+            segments = segments[segments[:, 0] >= 0]
+            assert all(segments[:, 2] + (segments[:, 3] == 1) * (counts[segments[:, 0]] == 0) > 0)
+            assert sum(segments[:, 2]) + overhead * (np.count_nonzero(segments[:, 2]) - 1) <= size
+            spans = np.where(own >= 0, own, spans)
+            every += [(block, *segment) for segment in segments.tolist() if segment[2]]
+        for seq, count in enumerate(counts.tolist()):
+            own = [x for x in every if x[1] == seq]
+            stages = [stage for _, _, first, number, _, _ in own for stage in range(first, first + number)]
+            assert stages == list(range(count)), (lens, own)
+            if count:
+                assert spans[seq].tolist() == [own[0][0], own[-1][0]]
+                assert [x[0] for x in own] == list(range(own[0][0], own[-1][0] + 1))
+                assert [x[4] for x in own] == [int(len(own) == 1)] * len(own)
+                assert [x[5] for x in own] == [2 * block + (i == 0) for i, (block, *_) in enumerate(own)]
 
 
 def interpreted(function: Any, *registers: np.ndarray) -> list[np.ndarray]:

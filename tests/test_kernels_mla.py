@@ -105,10 +105,10 @@ def test_interpreted_parts_of_sequences_are_merged(config):
     [("bfloat16", (128, 16)), ("fp8_e4m3", (256, 16)), ("nvfp4", (128, 16)), ("fp8_ds_mla", (512, 64))],
 )
 def test_interpreted_warpgroups_do_not_race(dtype, sizes, monkeypatch):
-    """In one thread block, with more tiles than slots, and sequences one after another."""
+    """In one thread block, sequences of even and odd numbers of tiles one after another."""
     monkeypatch.setattr(any_batch, "merge_kernel", lambda *_: lambda *_: None)  # nothing is merged
-    problem = build(spec_of(dtype, sizes, 16), (200, 70))
-    q = queries(problem.spec, (2, 2, 3), "bfloat16")
+    problem = build(spec_of(dtype, sizes, 16), (130, 200, 1, 64))
+    q = queries(problem.spec, (4, 2, 3), "bfloat16")
     with interpret_mode(detect_races=True):
         out, lse = attend(problem, q, Softmax(SM_SCALE), MLAConfig(1, 1))
         assert_near(problem, q, out, lse)

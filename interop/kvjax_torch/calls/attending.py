@@ -344,12 +344,15 @@ def _clamped(query: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _query(query: torch.Tensor) -> torch.Tensor:
-    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if the heads of a token are not contiguous."""
+    """The query `[num_seqs, q_len, num_heads, head_size]`; a copy if heads are not contiguous or tokens not aligned."""
     _, _, num_heads, head_size = query.shape
     strides = query.stride()
     is_run = (strides[3] == 1 or head_size == 1) and (strides[2] == head_size or num_heads == 1)
-    reach = sum(size * stride for size, stride in zip(query.shape, _token_strides(query), strict=False))
-    if is_run and reach + num_heads * head_size <= choosing.INT32_MAX and not query.data_ptr() % query.element_size():
+    steps = _token_strides(query)
+    reach = sum(size * stride for size, stride in zip(query.shape, steps, strict=False))
+    places = query.data_ptr(), *(stride * query.element_size() for stride in steps)
+    is_aligned = not any(place % kernels.MAX_VECTOR_BYTES for place in places)
+    if is_run and is_aligned and reach + num_heads * head_size <= choosing.INT32_MAX:
         return query
     return query.clone(memory_format=torch.contiguous_format)
 

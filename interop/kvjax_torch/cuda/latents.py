@@ -25,8 +25,8 @@ from kvjax_torch.eager import dense
 from kvjax_torch.eager.rotation import rotate
 from kvjax_torch.launch import running
 
-WORD_BYTES = 4
-"""Alignment of the memory that the kernel over latents stores results to, two elements at once."""
+RESULT_BYTES = 8
+"""Alignment of the memory that the kernels over latents store results to, up to four elements at once."""
 
 
 def write(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> None:
@@ -92,7 +92,7 @@ def attend(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla_paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given; there are no sinks."""
-    if out is None or not out.data_ptr() % WORD_BYTES:
+    if out is None or not out.data_ptr() % RESULT_BYTES:
         return reads.attend(plan, query, tensors, sinks, out)
     results, lse = reads.attend(plan, query, tensors, sinks)
     return out.copy_(results), lse

@@ -240,23 +240,29 @@ def choose_for(problems: Sequence[Problem], target: Target) -> list[DecodeConfig
 
 def _pipeline(problem: Problem, heads: int, warps: int, blocks: int, limit: int) -> DecodeConfig:
     """The configuration of so many heads, warps and thread blocks."""
-    num_seqs, max_blocks, groups = int(problem.num_seqs), int(problem.max_blocks), warps // heads
-    if problem.batch_invariant:  # the configuration must not depend on the batch
-        num_seqs, max_blocks = 1, 0
+    groups = warps // heads
     tile_bytes = stage_layout(problem, heads, 1).stage_bytes
-    tiles = min(MAX_TILES, limit // (groups * tile_bytes * SLOTS))
-    if max_blocks:  # 0 where it is known at launch only; then sequences may be long
-        tokens = max_blocks * problem.spec.block_size
-        if problem.reach is not None:
-            tokens = min(tokens, problem.reach)
-        runs = num_seqs * tokens // (blocks * groups * TILE)
-        while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
-            tiles -= 1
-    tiles = max(1, tiles)
+    tiles = worthwhile_tiles(problem, min(MAX_TILES, limit // (groups * tile_bytes * SLOTS)), blocks * groups)
     stage_bytes = groups * tile_bytes * tiles
     slots = min(SLOTS - 1 + -(-AHEAD_BYTES // stage_bytes), limit // stage_bytes)
     part = max(MIN_STAGES, PART_TOKENS // (groups * tiles * TILE)) if problem.batch_invariant else None
     return DecodeConfig(heads, warps, tiles, slots, blocks, part, merge_config(problem))
+
+
+def worthwhile_tiles(problem: Problem, most: int, groups: int) -> int:
+    """The tiles of a warp in a stage, of at most `most`, where so many groups of warps divide the tokens of a call."""
+    num_seqs, max_blocks = int(problem.num_seqs), int(problem.max_blocks)
+    tiles = max(1, most)
+    # The configuration of a batch-invariant call must not depend on the batch, and 0 blocks are known at launch only:
+    # then sequences may be long.
+    if max_blocks and not problem.batch_invariant:
+        tokens = max_blocks * problem.spec.block_size
+        if problem.reach is not None:
+            tokens = min(tokens, problem.reach)
+        runs = num_seqs * tokens // (groups * TILE)
+        while tiles > 1 and runs < STAGES * tiles * (tiles - 1):
+            tiles -= 1
+    return tiles
 
 
 def merge_config(problem: Problem) -> MergeConfig:

@@ -19,6 +19,7 @@ from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
 from kvjax.kernels.attention.ring import divided, remainder
 from kvjax.kernels.attention.softmax import LOG2_E
 from kvjax.kernels.attention.warp import Warp
+from kvjax.kernels.registers import MAX_VECTOR_BYTES
 
 
 def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[list[jax.Array]]], jax.Array]:
@@ -50,13 +51,15 @@ class Place(NamedTuple):
 
 
 def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Place) -> list[list[jax.Array]]:
-    """By tile of query rows the elements that products with keys take, each in the lower half of a register."""
-    dims = [
-        4 * unit * rows.unit_elements + dim
-        for unit in range(rows.units)
-        for pair in rows.format.key_dims(rows.unit)
-        for dim in pair
-    ]
+    """By tile of query rows the elements that products with keys take, each in the lower half of a register.
+
+    A unit's elements follow each other in the query too, whose rows are aligned to `MAX_VECTOR_BYTES`: they are loaded
+    as words, and the upper half of a register is another element of its word.
+    """
+    itemsize = np.dtype(problem.query_dtype).itemsize
+    size = min(rows.unit_elements * itemsize, MAX_VECTOR_BYTES)
+    starts = range(0, rows.unit_elements, size // itemsize)
+    dims = [dim for pair in rows.format.key_dims(rows.unit) for dim in pair]
     loaded: list[list[jax.Array]] = []
     for tile in range(problem.tiles):
         row = warp.row + tile * COLUMNS
@@ -66,7 +69,12 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Pla
         index = index + place.first + warp.column * rows.unit_elements
         is_row = row < problem.rows
         is_row = is_row if place.exists is None else is_row & place.exists
-        loaded.append([lanes.load_global(ref, index + dim, is_row) for dim in dims])
+        elements: list[jax.Array] = []
+        for unit in range(rows.units):
+            first = index + 4 * unit * rows.unit_elements
+            words = [x for start in starts for x in lanes.load_global_words(ref, first + start, size, is_row)]
+            elements += [words[dim // 2] >> 16 if dim % 2 else words[dim // 2] for dim in dims]
+        loaded.append(elements)
     return loaded
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from kvjax.kernels.lanes.access import Bytes as Bytes
 from kvjax.kernels.lanes.access import load_global as load_global
 from kvjax.kernels.lanes.access import load_global_bytes as load_global_bytes
+from kvjax.kernels.lanes.access import load_global_words as load_global_words
 from kvjax.kernels.lanes.access import load_shared as load_shared
 from kvjax.kernels.lanes.access import load_transposed as load_transposed
 from kvjax.kernels.lanes.access import max_global as max_global

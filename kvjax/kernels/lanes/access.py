@@ -92,7 +92,7 @@ def store_shared(
         data = lax.bitcast_convert_type(jnp.stack(words, axis=1), jnp.uint8).reshape(THREADS, -1)
         flat = ref[...]
         data = lax.slice_in_dim(data, 0, size, axis=1)
-        index = jnp.where(condition[:, None], byte_indices(offsets + immediate, size), flat.shape[0])
+        index = jnp.where(condition[:, None], indices_from(offsets + immediate, size), flat.shape[0])
         ref[...] = flat.at[index].set(data, mode="drop")
         return
 
@@ -113,11 +113,11 @@ def store_shared(
 def bytes_at(ref: Ref, offsets: jax.Array, size: int) -> jax.Array:
     """The `size` bytes from each of `offsets` of a uint8 reference, in interpret mode."""
     whole = ref[...]
-    return jnp.take(whole, byte_indices(offsets, size), mode="clip")
+    return jnp.take(whole, indices_from(offsets, size), mode="clip")
 
 
-def byte_indices(offsets: jax.Array, size: int) -> jax.Array:
-    """The indices of the `size` bytes from each of `offsets`: `[128, size]`."""
+def indices_from(offsets: jax.Array, size: int) -> jax.Array:
+    """The `size` indices from each of `offsets` on: `[128, size]`."""
     return lax.broadcast_in_dim(offsets, (THREADS, size), (0,)) + lax.broadcasted_iota(jnp.int32, (THREADS, size), 1)
 
 
@@ -176,33 +176,63 @@ class Bytes(NamedTuple):
     condition: jax.Array
 
 
+def load_global_words(ref: Ref, index: jax.Array, size: int, condition: jax.Array) -> list[jax.Array]:
+    """Loads `size` bytes (2, 4, 8 or 16) from element `index` of a one-dimensional reference on, as uint32 registers.
+
+    Elements have 2 or 4 bytes, and addresses are multiples of `size`. Zeros are loaded where `condition` does not hold.
+    """
+    dtype = np.dtype(ref.dtype)
+    if size == 2:
+        return [load_global(ref, index, condition)]
+    if compat.interpreting():
+        data = ref[...]
+        places = indices_from(index, size // dtype.itemsize)
+        found = lax.bitcast_convert_type(jnp.take(data, places, mode="fill"), jnp.uint8).reshape(THREADS, size // 4, 4)
+        return _words_where(condition, found)
+
+    def run(_: Context, ref: Lowered, index: Lowered, condition: Lowered) -> Lowered:
+        return _load_words(global_address(ref, to_word(index), dtype.itemsize), condition, size)
+
+    shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(size // 4))
+    types = plgpu.RefType(), LAYOUT, LAYOUT
+    return list(plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)(ref, index, condition))
+
+
 def load_global_bytes(ref: Ref, where: Bytes, size: int, immediate: int = 0) -> list[jax.Array]:
     """Loads 4, 8 or 16 bytes, aligned to as many, from byte `immediate` of `where` on, as uint32 registers."""
-    count = size // 4
     if compat.interpreting():
         data = lax.bitcast_convert_type(ref[...], jnp.uint8).reshape(-1)
         start = where.page * where.page_bytes + where.offset + immediate
-        found = jnp.take(data, byte_indices(start, size), mode="clip").reshape(THREADS, count, 4)
-        words = lax.bitcast_convert_type(found, jnp.uint32)
-        return [jnp.where(where.condition, column(words, i), jnp.uint32(0)) for i in range(count)]
+        found = jnp.take(data, indices_from(start, size), mode="fill").reshape(THREADS, size // 4, 4)
+        return _words_where(where.condition, found)
 
     def run(_: Context, ref: Lowered, page: Lowered, offset: Lowered, condition: Lowered) -> Lowered:
-        i32 = ir.IntegerType.get_signless(32)
         address = _page_address(ref, page, where.page_bytes, offset)
-        registers = ", ".join(f"${i}" for i in range(count))
-        clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
-        to, kind = (registers, "b32") if count == 1 else (f"{{{registers}}}", f"v{count}.b32")
-        code = (
-            f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {clear}"
-            f" @p ld.global.{kind} {to}, [${count}+{immediate}]; }}"
-        )
-        values = ptx.inline(code, [address, to_word(condition)], [i32] * count, side_effects=True, early=True)
-        return tuple(from_word(value, np.uint32) for value in values)
+        return _load_words(address, condition, size, immediate)
 
-    shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(count))
+    shapes = tuple(plgpu.ShapeDtypeStruct((THREADS,), np.dtype(np.uint32), layout=LAYOUT) for _ in range(size // 4))
     types = plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT
     inlined = plgpu.inline_mgpu(arg_types=types, return_type=shapes)(run)
     return list(inlined(ref, where.page, where.offset, where.condition))
+
+
+def _words_where(condition: jax.Array, found: jax.Array) -> list[jax.Array]:
+    """Bytes `[128, words, 4]` as registers, zeros where `condition` does not hold; in interpret mode."""
+    words = lax.bitcast_convert_type(found, jnp.uint32)
+    return [jnp.where(condition, column(words, i), jnp.uint32(0)) for i in range(words.shape[1])]
+
+
+def _load_words(address: Value, condition: Lowered, size: int, immediate: int = 0) -> Lowered:
+    """Loads 4, 8 or 16 bytes from `address + immediate` where `condition` holds, and zeros elsewhere."""
+    count, i32 = size // 4, ir.IntegerType.get_signless(32)
+    registers = ", ".join(f"${i}" for i in range(count))
+    clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
+    to, kind = (registers, "b32") if count == 1 else (f"{{{registers}}}", f"v{count}.b32")
+    code = (
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {clear} @p ld.global.{kind} {to}, [${count}+{immediate}]; }}"
+    )
+    values = ptx.inline(code, [address, to_word(condition)], [i32] * count, side_effects=True, early=True)
+    return tuple(from_word(value, np.uint32) for value in values)
 
 
 def prefetch_global_bytes(ref: Ref, where: Bytes, size: int) -> None:
@@ -269,19 +299,21 @@ def store_global(ref: Ref, index: jax.Array, value: jax.Array, condition: jax.Ar
 
 
 def store_global_words(ref: Ref, index: jax.Array, words: Sequence[jax.Array], condition: jax.Array) -> None:
-    """Stores 1, 2 or 4 words from element `index` of a one-dimensional reference to int32 on, where `condition` holds.
+    """Stores 1, 2 or 4 words from element `index` of a one-dimensional reference on, where `condition` holds.
 
-    The address is a multiple of their size.
+    Elements have 2 or 4 bytes, and the address is a multiple of the words' size.
     """
+    dtype = np.dtype(ref.dtype)
     if compat.interpreting():
         data = ref[...]
-        for i, word in enumerate(words):
-            data = data.at[jnp.where(condition, index + i, data.shape[0])].set(bits(word, jnp.int32), mode="drop")
-        ref[...] = data
+        stored = lax.bitcast_convert_type(jnp.stack([bits(word, jnp.uint32) for word in words], axis=1), dtype)
+        stored = stored.reshape(THREADS, -1)
+        places = indices_from(index, stored.shape[1])
+        ref[...] = data.at[jnp.where(condition[:, None], places, data.shape[0])].set(stored, mode="drop")
         return
 
     def run(_: Context, ref: Lowered, index: Lowered, condition: Lowered, *words: Lowered) -> None:
-        address = global_address(ref, to_word(index), 4)
+        address = global_address(ref, to_word(index), dtype.itemsize)
         registers = ", ".join(f"${i + 2}" for i in range(len(words)))
         kind, value = ("b32", registers) if len(words) == 1 else (f"v{len(words)}.b32", f"{{{registers}}}")
         code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.{kind} [$0], {value}; }}"

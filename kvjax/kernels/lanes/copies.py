@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from kvjax.kernels import compat, ptx
 from kvjax.kernels.aliases import Barriers, Context, Lowered, Ref, Scalar, Transforms, Value
-from kvjax.kernels.lanes.access import byte_indices, shared_address
+from kvjax.kernels.lanes.access import indices_from, shared_address
 from kvjax.kernels.lanes.words import LAYOUT, splat, to_word
 from kvjax.kernels.registers import LANES, WARPS
 
@@ -126,9 +126,9 @@ def copy_async(destination: Ref, sources: Sequence[Ref], copy: Copy) -> None:
     if compat.interpreting():
         data = lax.bitcast_convert_type(source[...], jnp.uint8).reshape(-1)
         start = row * row_bytes + offset + immediate
-        words = jnp.take(data, byte_indices(start, size), mode="clip")
+        words = jnp.take(data, indices_from(start, size), mode="clip")
         flat = destination[...]
-        index = jnp.where(condition[:, None], byte_indices(to + to_immediate, size), flat.shape[0])
+        index = jnp.where(condition[:, None], indices_from(to + to_immediate, size), flat.shape[0])
         destination[...] = flat.at[index].set(words, mode="drop")
         return
 

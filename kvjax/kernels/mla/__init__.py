@@ -8,7 +8,8 @@ Modules:
 - `few_rows_stages`: rows of tokens in shared memory, and the shares of them that warps read.
 - `few_rows`: the kernel for few rows.
 - `tiles`: rows of queries and of tokens in shared memory, and the copies that bring them there.
-- `packed`: the bytes of fp8 latents, and their decoding to a tile.
+- `packed`: quantized latents on their way from memory to a tile.
+- `exchange`: weights and numbers that a warpgroup hands to the other.
 - `decode`: the loop over tiles of tokens, and the epilogue.
 - `launch`: both kernels: their grids and shared memory.
 - `any_batch`: both for any number of sequences; `arrays`: over the pages of a JAX array.

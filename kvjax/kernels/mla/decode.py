@@ -50,10 +50,10 @@ class Segment:
     """A run of tiles of a sequence.
 
     Attributes:
-      table: the start of its entries in the block table.
-      length: its tokens, those of the query included.
+      table: the start of the sequence's entries in the block table.
+      length: the sequence's tokens, those of the query included.
       start: the first token that a row sees.
-      end: the token after the last one.
+      end: the token after the run's last one; what follows is another thread block's.
     """
 
     table: jax.Array
@@ -92,7 +92,7 @@ class LatentDecode:
 
     def run(self) -> None:
         """Runs the body."""
-        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
+        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens, self.config.overhead)
         workers = Workers(lax.axis_index("block"), self.config.blocks)
         serve(self, sequences, workers, self.config.part, jnp.int32(0))
 
@@ -124,10 +124,10 @@ class LatentDecode:
         if problem.reach is not None:
             start = jnp.maximum(length - problem.reach, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
+        end = jnp.minimum(end, (first + count) * TOKENS)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         own = lax.axis_index("warpgroup")
         sources = self.sources(first + own, self.entries(segment, first + own))
-        self.tiles.wait_for_block()  # until both have read the queries and the tiles of the segment before
         self.copy_query(sequence)
         lanes.end_group_of_copies()
         self.incoming.bring(self.incoming.begin(sources), own < count, lambda: None)

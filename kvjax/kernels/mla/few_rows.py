@@ -68,6 +68,19 @@ class LatentSegments(Segments):
         factors = self.dims.factors()
         return [x * (scale * np.float32(factors[i % len(factors)])) for i, x in enumerate(output)]
 
+    def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
+        """Stores the output of a row of the state as row `index` of `ref`, as many elements at once as follow."""
+        dtype, start = np.dtype(ref.dtype), index * self.problem.spec.part_sizes[0]
+        for run in self.dims.runs():
+            words = [values[pair] for pair in run]
+            dim, exists = self.dims.dim(*divmod(run[0], 2))
+            if dtype.itemsize == 2 and len(run) > 1:
+                words = [lanes.half2(x, y, dtype) for x, y in zip(words[::2], words[1::2], strict=True)]
+            if dtype.itemsize == 2 and len(run) == 1:
+                lanes.store_global(ref, start + dim, words[0], condition & exists)
+            else:
+                lanes.store_global_words(ref, start + dim, words, condition & exists)
+
     @property
     def stores_sums(self) -> jax.Array:
         """Of the warps of a group, which have the same, the first."""
@@ -272,7 +285,9 @@ class FewRows(StageLoop[Factors]):
         self, slot: jax.Array, tile: int, query: Factors
     ) -> tuple[list[Registers], Registers, list[Registers]]:
         """The operands of latents by step of 16 dims, partial logits, and for each run of dims the scales of tokens."""
-        layout = self.stages.layout
+        layout, rope = self.stages.layout, None
+        if self.rope is not None:  # first, so that no warp waits for them when it exchanges logits
+            _, [rope] = self.multiplied(self.rope, slot, tile, 1, of_rope=True)
         scales: list[Registers] = []
         if (rows := self.stages.scales) is not None:
             own = dataclasses.replace(self.latents.warp, head=self.warp.head // self.stages.scale_step)
@@ -283,8 +298,7 @@ class FewRows(StageLoop[Factors]):
         if scales:
             sums = [[x * own[i // 2 % 2] for i, x in enumerate(run)] for run, own in zip(sums, scales, strict=True)]
         logits = [sum(each[1:], each[0]) * query.latents for each in zip(*sums, strict=True)]
-        if self.rope is not None:
-            _, [rope] = self.multiplied(self.rope, slot, tile, 1, of_rope=True)
+        if rope is not None:
             logits = [x + y * query.rope for x, y in zip(logits, rope, strict=True)]
         return steps, logits, scales
 

@@ -182,6 +182,24 @@ class LatentDims(OutputRows):
         dim = (row >> 1) * each + (row & 1) * (high - low)
         return dim + self.warp.head * self.size + (4 * unit * each + low), row < COLUMNS
 
+    def runs(self) -> list[list[int]]:
+        """Runs of one, two or four pairs of registers that hold dims that follow each other, aligned to their number.
+
+        Pairs are numbered `2 * product + half`, and a run's thread has its lower dims or its upper ones.
+        """
+        pairs = self.format.key_dims(self.unit)
+        order = sorted(range(len(pairs)), key=lambda pair: (pairs[pair][1] - pairs[pair][0], pairs[pair]))
+        found: list[list[int]] = []
+        for size in (4, 2, 1):
+            for first in range(len(order)):
+                run = order[first : first + size]
+                dims = [[pairs[pair][half] for pair in run] for half in range(2)]
+                follow = all(each == list(range(each[0], each[0] + size)) and each[0] % size == 0 for each in dims)
+                if follow and not {*run} & {pair for other in found for pair in other}:
+                    found.append(run)
+        every = range(0, 2 * self.products, len(pairs))
+        return [[start + pair for pair in run] for start in every for run in found]
+
     def factors(self) -> list[float]:
         """Factor of each output register of a tile of query rows: that of its pair, which queries have otherwise."""
         own = self.format.key_factors(self.unit)

@@ -18,7 +18,7 @@ from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.few_rows import FewRows
 from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
-from kvjax.kernels.mla.tiles import WARPGROUPS, Copied, Tiles, operand_dtypes, scratch_types
+from kvjax.kernels.mla.tiles import WARPGROUPS, Copied, Incoming, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
 from kvjax.spec import AttentionSpec
 
@@ -55,8 +55,9 @@ def run_decode(problem: Problem, config: Config, refs: Refs, shared: Sequence[Re
         return
     tiles = Tiles.of(problem.spec, tuple(shared))
     spec, tokens = problem.spec, tiles.tokens
-    copied = Copied(tokens, spec.part_sizes[0] * refs.pages.dtype.itemsize)
-    incoming = Packed(spec, tokens) if spec.dtype.is_quantized else copied
+    incoming: Incoming = Packed(spec, tokens)
+    if not spec.dtype.is_quantized:
+        incoming = Copied(tokens, spec.part_sizes[0] * refs.pages.dtype.itemsize)
     LatentDecode(problem, config, refs, tiles, incoming).run()
 
 

@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 
 from kvjax.kernels import compat
-from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts
+from kvjax.kernels.attention.choice import BatchSizes, merge_config, plain_problem, too_many_parts, worthwhile_tiles
 from kvjax.kernels.attention.problem import MERGE_OF_MANY, DecodeConfig, MergeConfig, Problem
 from kvjax.kernels.attention.schedule import MAX_PARTS, MIN_STAGES
 from kvjax.kernels.mla import few_rows_stages
@@ -38,6 +38,12 @@ MAX_SLOTS = 5
 """Maximum stages in shared memory of the kernel for few rows. Of 4-bit latents one is 26 KB, 1.5 times the bytes that
 a multiprocessor reads in the latency of memory."""
 
+MAX_TILES = 2
+"""Maximum tiles of a warp in a stage of the kernel for few rows: of three, two stages hold all that fits."""
+
+OVERHEAD = 2
+"""Stages in whose time a thread block begins another sequence and stores its results, as `Sequences.overhead`."""
+
 MAX_RANK = 512
 """The results of more do not fit in registers."""
 
@@ -57,12 +63,14 @@ class MLAConfig:
       passes: runs of `ROWS` query rows; each is the work of other thread blocks, which read all tokens.
       part: for batch-invariant calls the least tiles of a part; None where shares of thread blocks divide sequences.
       merge: how the merge is launched.
+      overhead: as in `Sequences`.
     """
 
     blocks: int
     passes: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
+    overhead: int = OVERHEAD
 
     @property
     def rows(self) -> int:
@@ -164,11 +172,13 @@ def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfi
     every = (2, 4) if problem.rows <= ROWS_OF_TWO else (4,)
     # Interpret mode has no barrier across warpgroups.
     most = WARPS if compat.interpreting() else MAX_WARPS
-    for shares, warps, slots in itertools.product(every, range(most, 0, -WARPS), range(MAX_SLOTS, 1, -1)):
-        config = DecodeConfig(shares, warps, 1, slots, num_blocks, None, merge_config(problem))
-        if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
-            part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
-            return dataclasses.replace(config, part=part)
+    for shares, warps in itertools.product(every, range(most, 0, -WARPS)):
+        tiles = worthwhile_tiles(problem, MAX_TILES, num_blocks * warps // shares)
+        for own, slots in itertools.product(range(tiles, 0, -1), range(MAX_SLOTS, 1, -1)):
+            config = DecodeConfig(shares, warps, own, slots, num_blocks, None, merge_config(problem), OVERHEAD)
+            if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
+                part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
+                return dataclasses.replace(config, part=part)
     return None
 
 

@@ -1,8 +1,8 @@
 """Rows of queries and of tokens in shared memory as `wgmma` reads them, and the copies that bring them there.
 
 A row is a latent and a rope key. Rows are three matrices: the halves of the latents, each of which is the values of one
-warpgroup, and the rope keys. A warpgroup copies its own tiles, 16 bytes a thread, to where the layout of `wgmma` has
-them (`kernels.tiles`); eight threads copy a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so
+warpgroup, and the rope keys. A warpgroup brings its own tiles, 16 bytes a thread, to where the layout of `wgmma` has
+them (`kernels.tiles`); eight threads take a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so
 that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
 """
 
@@ -46,7 +46,7 @@ AT_ONCE = THREADS // PER_RUN
 
 NUMBERS = 4
 """Numbers of each query row that a warpgroup tells the other: what weights are relative to, whether that of any row has
-changed, and two sums."""
+changed, the sum of its weights, and its largest logit."""
 
 
 def shared_bytes(spec: AttentionSpec) -> int:
@@ -330,7 +330,7 @@ def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: Scalar, column:
     columns = ref.shape[-1]
     data = source.ref[...].reshape(-1)
     first = (source.page * source.page_bytes + source.offset)[::PER_RUN] // tiles.ITEMSIZE + column
-    rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="clip")
+    rows = jnp.take(data, first[:, None] + jnp.arange(columns), mode="fill")
     rows = lax.bitcast_convert_type(rows, ref.dtype)  # rope keys may have a dtype of their own
     ref[(*index, pl.ds(lot * AT_ONCE, AT_ONCE))] = jnp.where(
         source.is_row[::PER_RUN, None], rows, jnp.zeros((), ref.dtype)
