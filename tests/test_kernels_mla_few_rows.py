@@ -63,7 +63,7 @@ def test_the_interpreted_kernel_matches_float64(dtype, sizes, block_size, q_len,
 @pytest.mark.parametrize("invariant", [False, True], ids=["shares", "parts"])
 @pytest.mark.parametrize("shares", [2, 4])
 def test_interpreted_parts_of_sequences_are_merged(shares, invariant):
-    config = DecodeConfig(shares, 4, 1, 2, 5, part=2 if invariant else None, overhead=2)
+    config = DecodeConfig(shares, 4, 1, 2, 5, part=2 if invariant else None)
     arguments = "nvfp4", (128, 16), 16, 2, 3, "bfloat16", None, None
     check(*arguments, lengths=(150, 70), config=config, invariant=invariant)
 

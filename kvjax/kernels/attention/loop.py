@@ -77,7 +77,7 @@ class StageLoop[Query]:
         """Has a visitor attend to this block's share with `attend`, and store the results."""
         self.prefetch_table(workers.block)
         self.ring.begin()
-        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens, self.config.overhead)
+        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         serve(visitor, sequences, workers, self.config.part, (jnp.int32(0), jnp.int32(0)))
 
     def finish(self, sequence: jax.Array, state: State, whole: jax.Array, part: jax.Array) -> None:

@@ -70,7 +70,6 @@ class DecodeConfig:
       part: for batch-invariant calls the stages of a part, of which long sequences take a multiple; None where the
         shares of thread blocks divide sequences into parts.
       merge: how the merge is launched.
-      overhead: as in `Sequences`.
     """
 
     heads: int
@@ -80,7 +79,6 @@ class DecodeConfig:
     blocks: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
-    overhead: int = 0
 
     @property
     def groups(self) -> int:

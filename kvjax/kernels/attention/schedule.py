@@ -46,10 +46,9 @@ class Workers(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The share of a block: `num_stages` units of work, starting `skipped` units into `sequence`.
+    """The share of a block: `num_stages` stages, starting `skipped` stages into `sequence`.
 
-    A sequence's first `Sequences.overhead` units are no stages, and its others are a stage each. `end` is the share's
-    end, counted in units over all sequences; `size` is the size of every share but the last.
+    `end` is its end, counted in stages over all sequences; `size` is the size of every share but the last.
     """
 
     sequence: jax.Array
@@ -77,14 +76,11 @@ class Sequences:
       problem: the call's.
       rows: tokens of a stage.
       seq_lens: reference to int32 `[num_seqs]`.
-      overhead: the stages in whose time a block begins another sequence and stores its results. Shares count them, so
-        that a block has fewer stages where it has two sequences.
     """
 
     problem: Problem
     rows: int
     seq_lens: Ref
-    overhead: int = 0
 
     def stages(self, length: Scalar) -> tuple[Scalar, Scalar]:
         """The first stage of a sequence of a length that contains a visible token, and the number of such stages."""
@@ -129,17 +125,13 @@ class Sequences:
             return -(-num_seqs // LANES)
         return lax.div(num_seqs + (LANES - 1), jnp.int32(LANES))
 
-    def units(self, count: jax.Array) -> jax.Array:
-        """The work of a sequence of `count` stages."""
-        return jnp.where(count > 0, count + self.overhead, 0) if self.overhead else count
-
     def share(self, workers: Workers) -> Share:
-        """The share of a thread block."""
+        """The share of a thread block, in stages."""
         block, num_blocks = workers
         chunks, zero = self.chunks, lanes.splat(0, jnp.int32)
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
-            return total + self.units(self.counts(i * LANES))
+            return total + self.counts(i * LANES)
 
         all_stages = lanes.of_first_thread(lanes.sum_over_warp(lax.fori_loop(0, chunks, add, zero)))
         size = jnp.maximum(lax.div(all_stages + (num_blocks - 1), jnp.int32(num_blocks)), MIN_STAGES)
@@ -149,7 +141,7 @@ class Sequences:
 
         def search(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             before, sequence, skipped = carry
-            mine = self.units(self.counts(i * LANES))
+            mine = self.counts(i * LANES)
             end = mine
             for distance in (1, 2, 4, 8, 16):
                 end = end + lanes.shuffle_up(end, distance)
@@ -172,7 +164,7 @@ class Sequences:
 
     def share_of_parts(self, workers: Workers, least: int) -> Share:
         """The share of a thread block in a batch-invariant call: from the first part that starts in it."""
-        share = dataclasses.replace(self, overhead=0).share(workers)
+        share = self.share(workers)
         _, count = self.stages(jnp.maximum(self.seq_lens[share.sequence], 0))
         part = self.part(count, least)
         begin = jnp.minimum(lax.div(share.skipped + (part - 1), part) * part, count)
@@ -207,30 +199,26 @@ def serve(segments: SegmentVisitor, sequences: Sequences, workers: Workers, leas
 
 def _serve_share(segments: SegmentVisitor, sequences: Sequences, workers: Workers, cursor: Carry) -> None:
     """Serves the share of a thread block, segment after segment."""
-    block, overhead = workers.block, sequences.overhead
+    block = workers.block
     share = sequences.share(workers)
 
     def body(carry: Carry) -> Carry:
         sequence, skipped, left, cursor = carry
         length = jnp.maximum(sequences.seq_lens[sequence], 0)
         first, count = sequences.stages(length)
-        units = sequences.units(count)
-        taken = jnp.minimum(units - skipped, left)
-        begin = jnp.maximum(skipped - overhead, 0)
-        end = jnp.maximum(skipped + taken - overhead, 0)
-        begins, ends = begin == 0, end == count
-        last_block = lax.div(share.end - left - skipped + units - 1, share.size)
-        state, cursor = segments.attend(sequence, length, first + begin, end - begin, cursor)
+        num_stages = jnp.minimum(count - skipped, left)
+        begins, ends = skipped == 0, skipped + num_stages == count
+        last_block = lax.div(share.end - left + count - 1, share.size)
+        state, cursor = segments.attend(sequence, length, first + skipped, num_stages, cursor)
         segments.finish(sequence, state, begins & ends, part_of_block(block, begins))
 
         @pl.when(begins)
         def _() -> None:
             segments.store_span(sequence, block, last_block)
 
-        return sequence + 1, jnp.int32(0), left - taken, cursor
+        return sequence + 1, jnp.int32(0), left - num_stages, cursor
 
-    # A sequence of which no stage would be left for this block is the next one's.
-    _while(lambda skipped, left: skipped + left > overhead, body, share, cursor)
+    _while_left(body, share, cursor)
 
 
 def _serve_parts(segments: SegmentVisitor, sequences: Sequences, workers: Workers, least: int, cursor: Carry) -> None:
@@ -251,12 +239,8 @@ def _serve_parts(segments: SegmentVisitor, sequences: Sequences, workers: Worker
         following = jnp.where(ends, 0, skipped + num_stages)
         return sequence + ends.astype(jnp.int32), following, left - num_stages, cursor
 
-    _while(lambda _, left: left > 0, body, share, cursor)
+    _while_left(body, share, cursor)
 
 
-def _while(
-    goes_on: Callable[[jax.Array, jax.Array], jax.Array], body: Callable[[Carry], Carry], share: Share, cursor: Carry
-) -> None:
-    """Serves a share while something holds for what is skipped of the sequence, and for what is left of the share."""
-    start = share.sequence, share.skipped, share.num_stages, cursor
-    lax.while_loop(lambda carry: (carry[2] > 0) & goes_on(*carry[1:3]), body, start)
+def _while_left(body: Callable[[Carry], Carry], share: Share, cursor: Carry) -> None:
+    lax.while_loop(lambda carry: carry[2] > 0, body, (share.sequence, share.skipped, share.num_stages, cursor))

@@ -92,7 +92,7 @@ class LatentDecode:
 
     def run(self) -> None:
         """Runs the body."""
-        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens, self.config.overhead)
+        sequences = Sequences(self.problem, self.config.rows, self.refs.seq_lens)
         workers = Workers(lax.axis_index("block"), self.config.blocks)
         serve(self, sequences, workers, self.config.part, jnp.int32(0))
 

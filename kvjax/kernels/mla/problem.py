@@ -41,9 +41,6 @@ a multiprocessor reads in the latency of memory."""
 MAX_TILES = 2
 """Maximum tiles of a warp in a stage of the kernel for few rows: of three, two stages hold all that fits."""
 
-OVERHEAD = 2
-"""Stages in whose time a thread block begins another sequence and stores its results, as `Sequences.overhead`."""
-
 MAX_RANK = 512
 """The results of more do not fit in registers."""
 
@@ -63,14 +60,12 @@ class MLAConfig:
       passes: runs of `ROWS` query rows; each is the work of other thread blocks, which read all tokens.
       part: for batch-invariant calls the least tiles of a part; None where shares of thread blocks divide sequences.
       merge: how the merge is launched.
-      overhead: as in `Sequences`.
     """
 
     blocks: int
     passes: int
     part: int | None = None
     merge: MergeConfig = MERGE_OF_MANY
-    overhead: int = OVERHEAD
 
     @property
     def rows(self) -> int:
@@ -175,7 +170,7 @@ def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfi
     for shares, warps in itertools.product(every, range(most, 0, -WARPS)):
         tiles = worthwhile_tiles(problem, MAX_TILES, num_blocks * warps // shares)
         for own, slots in itertools.product(range(tiles, 0, -1), range(MAX_SLOTS, 1, -1)):
-            config = DecodeConfig(shares, warps, own, slots, num_blocks, None, merge_config(problem), OVERHEAD)
+            config = DecodeConfig(shares, warps, own, slots, num_blocks, None, merge_config(problem))
             if sum(few_rows_stages.scratch(problem, config)) <= target.shared_bytes - _RESERVED_BYTES:
                 part = max(MIN_STAGES, PART_TOKENS // config.rows) if problem.batch_invariant else None
                 return dataclasses.replace(config, part=part)
