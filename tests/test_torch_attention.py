@@ -625,6 +625,28 @@ def test_threads_may_attend_on_streams_of_their_own():
     assert not failures
 
 
+@pytest.mark.parametrize(
+    ("start", "strides", "is_read_there"),
+    [
+        (0, (96, 32), True),
+        (8, (96, 32), True),  # 16 bytes on
+        (0, (136, 40), True),  # tokens apart
+        (1, (96, 32), False),
+        (4, (96, 32), False),
+        (0, (120, 36), False),
+        (0, (100, 32), False),
+        (0, (0, 32), True),  # one sequence's query for all
+    ],
+)
+def test_the_kernel_reads_a_query_where_it_is_unless_its_tokens_are_unaligned(start, strides, is_read_there):
+    memory = torch.arange(512, dtype=torch.float32).bfloat16()
+    query = torch.as_strided(memory, (2, 3, 2, 16), (*strides, 16, 1), start)
+    read = attending._query(query)
+    assert torch.equal(read, query)
+    assert (read.data_ptr() == query.data_ptr()) is is_read_there
+    assert not read.data_ptr() % 16
+
+
 @ON_GPU
 @matrix({"q_len": [1, 8], "dtype": DTYPES})
 def test_the_result_is_that_of_jax(q_len, dtype):
