@@ -16,7 +16,7 @@ OLDEST_ENV := .venv-oldest-transformers
 # pip takes them for what it installs and, by the second name, for what it builds kvjax with.
 LOCKED := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt
 # What constraints.txt covers: each environment below has some of these extras.
-LOCKED_EXTRAS := test transformers lint docs train fuzz cuda12 cuda13
+LOCKED_EXTRAS := test transformers lint docs train fuzz setup cuda12 cuda13
 # Libraries that are tested over kvjax's caches, each in an environment of its own, of the versions in examples/clients.
 CLIENTS := kerashub tunix skyrl_tx sglang_jax vllm
 CLIENT_kerashub := keras-hub==0.32.0

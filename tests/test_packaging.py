@@ -142,7 +142,7 @@ def test_the_check_of_an_installed_wheel_refuses_a_source_tree():
     assert "expected a file in" in done.stderr
 
 
-LOCKED_EXTRAS = ("test", "transformers", "lint", "docs", "train", "fuzz", "cuda12", "cuda13")
+LOCKED_EXTRAS = ("test", "transformers", "lint", "docs", "train", "fuzz", "setup", "cuda12", "cuda13")
 
 
 def requirements_of(project: dict[str, Any], extras: Iterable[str]) -> Iterator[Requirement]:

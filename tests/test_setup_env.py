@@ -28,10 +28,10 @@ def old_and_shim(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-def setup_env(environment: Path, pythons: list[Path]) -> subprocess.CompletedProcess[str]:
+def setup_env(environment: Path, pythons: list[Path], **more: str) -> subprocess.CompletedProcess[str]:
     # pip itself is the requirement: it is there already, so that nothing is downloaded.
     command = [ROOT / "tools/setup_env.sh", environment, "pip"]
-    variables = {"PATH": "/usr/bin:/bin", "PYTHON": " ".join(map(str, pythons))}
+    variables = {"PATH": "/usr/bin:/bin", "PYTHON": " ".join(map(str, pythons)), **more}
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
 
 
@@ -64,6 +64,14 @@ def test_it_makes_the_environment_once_with_the_first_that_is_new_enough(
     again = setup_env(environment, old_and_shim)
     assert again.returncode == 0, again.stderr
     assert "creating" not in again.stdout
+
+
+@pytest.mark.full
+def test_pip_installs_locked_versions_where_uv_cannot(made: tuple[Path, str]):
+    environment, _ = made
+    lock = str(ROOT / "constraints.txt")
+    done = setup_env(environment, [], PIP_CONSTRAINT=lock, PIP_NO_INDEX="1")  # so there is no uv
+    assert (done.returncode, "uv failed, installing by pip" in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.full
