@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ from kvjax.kernels import codecs, mla
 from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
 from kvjax.kernels.attention.choice import plain_problem
 from kvjax.kernels.mla import MLAConfig, few_rows_stages
+from kvjax.kernels.mla.decode import LatentDecode
 from kvjax.kernels.mla.packed import Packed
+from kvjax.kernels.mla.tiles import TOKENS, Source
+from kvjax.kernels.registers import THREADS
 from kvjax.kernels.target import Target
 from kvjax.ops.route import Query, route
 
@@ -107,10 +111,30 @@ def test_on_a_gpu_results_are_rescaled_for_larger_logits_of_later_tiles(dtype, s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [MLAConfig(5, 1), MLAConfig(2, 1, part=1)], ids=["shares", "parts"])
-def test_interpreted_parts_of_sequences_are_merged(config):
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        pytest.param("nvfp4", MLAConfig(5, 1), id="nvfp4-shares"),
+        pytest.param("bfloat16", MLAConfig(2, 1, part=1), marks=pytest.mark.nightly, id="bfloat16-parts"),
+    ],
+)
+def test_interpreted_parts_of_sequences_are_merged_and_each_token_is_asked_for_once(dtype, config, monkeypatch):
+    """Parts are multiplied by the layer's scale, which NVFP4 has; and none loads what another thread block's has."""
+    sources, counts = LatentDecode.sources, list[int]()
+
+    def counted(self: LatentDecode, *args: Any) -> list[Source]:
+        found = sources(self, *args)
+        per_row = THREADS * len(found) // TOKENS
+        jax.debug.callback(
+            lambda threads: counts.append(int(threads) // per_row), sum(jnp.sum(x.is_row) for x in found)
+        )
+        return found
+
+    monkeypatch.setattr(LatentDecode, "sources", counted)
     invariant = config.part is not None
-    check("bfloat16", (128, 16), 16, 2, 3, "bfloat16", None, None, config=config, invariant=invariant)
+    check(dtype, (128, 16), 16, 2, 3, "bfloat16", None, None, config=config, invariant=invariant)
+    jax.effects_barrier()
+    assert sum(counts) == sum(LENGTHS)
 
 
 @pytest.mark.full
