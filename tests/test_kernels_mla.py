@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import gpu_compile
+from support.helpers import page_bytes
 from support.interpret_mode import interpret_mode
 from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation, left_to_nights
-from support.mla_cases import SM_SCALE, build, queries, spec_of
+from support.mla_cases import NAN, SM_SCALE, build, queries, spec_of
 
 import kvjax.spec
-from kvjax import KVCacheDType, UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
+from kvjax import KVCache, KVCacheDType, UnsupportedError, mla_paged_attention, mla_ragged_paged_attention
 from kvjax.kernels import codecs, mla
 from kvjax.kernels.attention import BatchSizes, Softmax, any_batch
 from kvjax.kernels.attention.choice import plain_problem
@@ -174,29 +175,45 @@ def test_on_a_gpu_many_sequences_of_one_tile_are_each_their_own():
     [("bfloat16", (128, 16), 4), pytest.param("fp8_ds_mla", (512, 64), 40, marks=pytest.mark.nightly)],
 )
 def test_the_operations_run_the_kernel(dtype, sizes, heads):
-    """With layers, blocks that are not in the cache, and rows that are no sequence's."""
+    """With layers, blocks that are not in the cache, a sequence longer than its blocks, and rows of no sequence."""
     spec = spec_of(dtype, sizes, 16)
-    problem = build(spec, (70, 3, 0))
-    q = queries(spec, (3, 1, heads), "bfloat16")
+    problem = build(spec, (80, 3, 0))
+    q = queries(spec, (3, 3, heads), "bfloat16")
+    cache, third = as_third_of_three_layers(problem.cache), jnp.int32(2)
     args = problem.block_table, problem.seq_lens
+    # Past the 96 tokens of its entries are those of the next sequence, whose block is NaN after its 3 tokens.
+    table, lens = problem.block_table.copy(), np.array([200, 3, 0], np.int32)
+    table[0, [1, 3]] = problem.cache.num_blocks, -1  # masks their tokens
+    rows = [x[:, 0] for x in queries(spec, (7, 1, heads), "bfloat16")]
+    bounds = np.array([0, 3, 4, 4], np.int32)
+    options = {"sm_scale": SM_SCALE, "return_lse": True, "layer": third}
     with interpret_mode():
-        run = functools.partial(mla_paged_attention, sm_scale=SM_SCALE, return_lse=True, implementation="mosaic")
-        out, lse = run(*q, problem.cache, *args)
-        assert_near(problem, q, out, lse)
-        table = problem.block_table.copy()
-        table[0, [1, 3]] = problem.cache.num_blocks, -1  # masks their tokens
-        absent = run(*q, problem.cache, table, problem.seq_lens)
-        ragged = functools.partial(mla_ragged_paged_attention, sm_scale=SM_SCALE, return_lse=True)
-        rows = [x[:, 0] for x in queries(spec, (7, 1, heads), "bfloat16")]
-        bounds = np.array([0, 3, 4, 4], np.int32)
-        got = ragged(*rows, problem.cache, *args, bounds, implementation="mosaic")
-        jax.block_until_ready((absent, got))
-    for found, expected in (
-        (absent, mla_paged_attention(*q, problem.cache, table, problem.seq_lens, sm_scale=SM_SCALE, return_lse=True)),
-        (got, ragged(*rows, problem.cache, *args, bounds, implementation="xla")),
+        run = functools.partial(mla_paged_attention, *q, cache, implementation="mosaic")
+        assert_near(problem, q, *run(*args, **options))
+        for absent in (-1, 3):
+            out, lse = run(*args, **options | {"layer": jnp.int32(absent)})
+            assert not np.any(out)
+            assert np.all(np.isneginf(lse))
+        masked = run(table, lens, **options)
+        # Of so many rows of a sequence, the program above serves this operation, too.
+        ragged = functools.partial(mla_ragged_paged_attention, *rows, cache, *args, bounds, max_q_len=3, **options)
+        found = ragged(implementation="mosaic")
+        jax.block_until_ready((masked, found))
+    for results, expected in (
+        (masked, mla_paged_attention(*q, cache, table, lens, implementation="xla", **options)),
+        (found, ragged(implementation="xla")),
     ):
-        for x, y in zip(found, expected, strict=True):
+        for x, y in zip(results, expected, strict=True):
             np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.01, atol=0.01)
+
+
+def as_third_of_three_layers(cache: KVCache) -> KVCache:
+    """The pages of a cache as those of the last layer of three, the others of which are NaN."""
+    spec, num_blocks = cache.spec, cache.num_blocks
+    layers = np.full((num_blocks, 3, spec.page_size_bytes), NAN, np.uint8)
+    layers[:, 2] = page_bytes(cache)
+    shape = spec.cache_shape(num_blocks, 3)
+    return KVCache(jnp.array(layers.reshape(-1).view(spec.array_dtype).reshape(shape)), spec, num_layers=3)
 
 
 @pytest.mark.full
