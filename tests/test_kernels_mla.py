@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import re
 from typing import Any
 
 import jax
@@ -238,6 +240,10 @@ def test_compiled_it_multiplies_by_wgmma_and_spills_nothing(dtype, sizes, q_len,
     kernel, merge = compile_operation("h100", spec, q_len, heads).kernels
     assert (kernel.name.startswith("mla_paged_attention"), merge.spill_bytes, kernel.spill_bytes) == (True, 0, 0)
     assert "wgmma" in kernel.ptx
+    # Named barriers by their threads. Of both warpgroups: `announce`, and `release` in the loop and after it; waits for
+    # an announcement in both places, and for a release in the loop. Of one: `wait_for_own`, twice if tiles are copied.
+    barriers = collections.Counter(re.findall(r"\bbar\.(\w+)\s+%\w+, (\d+);", kernel.ptx))
+    assert barriers == {("arrive", "256"): 3, ("sync", "256"): 3, ("sync", "128"): 1 if spec.dtype.is_quantized else 2}
     # ptxas says so where it makes `wgmma` wait for each other.
     assert "serialized" not in kernel.ptxas_log
 
