@@ -38,11 +38,16 @@ class Problem:
 
 
 def build(
-    spec: MLAAttentionSpec, seq_lens: Sequence[int], reach: int | None = None, fill: int = NAN, growth: float = 0
+    spec: MLAAttentionSpec,
+    seq_lens: Sequence[int],
+    reach: int | None = None,
+    fill: int = NAN,
+    growth: float = 0,
+    second: float | None = None,
 ) -> Problem:
     """With `reach`, only so many last tokens of each sequence are stored; before them are NaN, and no blocks.
 
-    The first element of a latent grows by `growth` with every 64 tokens.
+    The first element of a latent grows by `growth` with every 64 tokens; the second is `second`, if it is given.
     """
     rng, scale, size = np.random.default_rng(0), 0.0021, spec.block_size
     max_blocks = max(-(-max(seq_lens) // size), 1) + 1
@@ -58,6 +63,8 @@ def build(
         position = np.arange(first, length)
         kv_c, k_pe = (rng.standard_normal((len(position), part)).astype(np.float32) for part in spec.part_sizes)
         kv_c[:, 0] += growth * (position // 64)
+        if second is not None:
+            kv_c[:, 1] = second
         stored = mla_reference.rows(spec, kv_c, k_pe, scale)
         if spec.dtype is KVCacheDType.FP8_DS_MLA:
             stored = _with_any_scales(stored, spec.kv_lora_rank)
