@@ -278,7 +278,7 @@ def test_each_code_of_a_key_is_decoded_exactly(scale, by_instruction):
         for got, dims, factor in zip(pairs, fmt.key_dims(16), factors, strict=True):
             both = halves(got) * np.float32(factor * fmt.factor)
             np.testing.assert_array_equal(both, expected[:, [dim % 8 for dim in dims]])
-    assert CONVERTED_WORDS, "one of the two ways is not tested"
+    assert 0 < len(CONVERTED_WORDS) < 4, "one of the two ways is not tested"
 
 
 @pytest.mark.parametrize("by_instruction", [False, True])

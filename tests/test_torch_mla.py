@@ -579,6 +579,21 @@ def test_a_kind_has_one_decode_kernel_whatever_the_batch():
     assert one.decode.origin.make().counts == one.decode.counts  # as another process makes it
 
 
+@pytest.mark.parametrize(("start", "is_given"), [(0, True), (4, True), (2, False), (1, False)])
+def test_results_are_stored_in_place_unless_that_is_unaligned(start, is_given, monkeypatch):
+    memory, results = torch.zeros(70, dtype=torch.bfloat16), torch.ones(2, 1, 2, 16, dtype=torch.bfloat16)
+    out, lse = memory[start : start + 64].view(results.shape), torch.zeros(2, 1, 2)
+
+    def attend(plan: Any, query: Any, tensors: Any, sinks: Any, own: torch.Tensor | None = None) -> Any:
+        assert (own is out) is is_given
+        return (results if own is None else own.copy_(results)), lse
+
+    monkeypatch.setattr(reads, "attend", attend)
+    none: Any = None
+    assert latents.attend(none, none, none, None, out)[0] is out
+    assert torch.equal(out, results)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "heads"), [*((name, 16) for name in NAMES), ("fp8_ds_mla", 64)])
 def test_on_a_gpu_it_is_attention_in_eager_mode_and_in_a_graph(name: str, heads: int):

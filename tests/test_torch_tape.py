@@ -208,8 +208,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "memory for the result": lambda: {"out": torch.zeros(NUM_SEQS, 1, 4, HEAD_SIZE, dtype=torch.bfloat16)},
     "values of pages of their own": lambda: {"value_cache": pages("nvfp4")[1].clone()},
     "the same scale for both": lambda: dict.fromkeys(("k_scale", "v_scale"), torch.tensor(0.5)),
-    "a query that is not aligned": lambda: {
-        "query": torch.zeros(NUM_SEQS * 128 + 1, dtype=torch.bfloat16)[1:].view(NUM_SEQS, 1, 4, HEAD_SIZE)
+    "a query that is aligned to 16 bytes alone": lambda: {
+        "query": torch.zeros(NUM_SEQS * 128 + 8, dtype=torch.bfloat16)[8:].view(NUM_SEQS, 1, 4, HEAD_SIZE)
     },
     "pages that are not aligned": lambda: {
         name: torch.zeros(x.numel() + 8, dtype=torch.uint8)[8:].view(x.shape)
@@ -230,6 +230,9 @@ NEVER: dict[str, Callable[[], tuple[Any, ...]]] = {
     "lengths of 64 bits, which torch converts": lambda: decode(seq_lens=torch.ones(NUM_SEQS, dtype=torch.int64)),
     "heads that are apart, which torch copies": lambda: decode(
         query=torch.zeros(NUM_SEQS, 1, 4, 64, dtype=torch.bfloat16)[..., :32]
+    ),
+    "a query that is not aligned, which torch copies": lambda: decode(
+        query=torch.zeros(NUM_SEQS * 128 + 1, dtype=torch.bfloat16)[1:].view(NUM_SEQS, 1, 4, HEAD_SIZE)
     ),
     "more rows than one pass takes": lambda: decode(
         query=torch.zeros(NUM_SEQS, 40, 4, HEAD_SIZE, dtype=torch.bfloat16)

@@ -117,7 +117,8 @@ def check(
         q[0][..., :2] = 12, 0
     with contextlib.nullcontext() if on_gpu else interpret_mode():
         if config is None:
-            call = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=q_len * heads, max_blocks=1))
+            max_blocks = 0 if on_gpu else 1  # of any length, so that stages have several tiles, or short
+            call = plain_problem(spec, BatchSizes(num_seqs=1, q_len=1, group=q_len * heads, max_blocks=max_blocks))
             call = dataclasses.replace(call, batch_invariant=invariant)
             config = mla.problem.few_config(call, Target(), 132 if on_gpu else 2)
             assert config is not None

@@ -47,7 +47,7 @@ from kvjax.kernels import lanes
 NVFP4_FACTOR = 2.0**14
 """Factor of decoded NVFP4 elements."""
 
-CONVERTED_WORDS = (0, 1, 3)
+CONVERTED_WORDS = (1, 2, 3)
 """Words of a unit of NVFP4 keys that are decoded by conversions from e4m3.
 
 Conversions use another pipe than shifts and masks, whose pipe bounds the kernel."""

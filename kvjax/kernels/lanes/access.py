@@ -177,13 +177,11 @@ class Bytes(NamedTuple):
 
 
 def load_global_words(ref: Ref, index: jax.Array, size: int, condition: jax.Array) -> list[jax.Array]:
-    """Loads `size` bytes (2, 4, 8 or 16) from element `index` of a one-dimensional reference on, as uint32 registers.
+    """Loads `size` bytes (4, 8 or 16) from element `index` of a one-dimensional reference on, as uint32 registers.
 
     Elements have 2 or 4 bytes, and addresses are multiples of `size`. Zeros are loaded where `condition` does not hold.
     """
     dtype = np.dtype(ref.dtype)
-    if size == 2:
-        return [load_global(ref, index, condition)]
     if compat.interpreting():
         data = ref[...]
         places = indices_from(index, size // dtype.itemsize)

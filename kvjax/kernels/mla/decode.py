@@ -124,7 +124,8 @@ class LatentDecode:
         if problem.reach is not None:
             start = jnp.maximum(length - problem.reach, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
-        end = jnp.minimum(end, (first + count) * TOKENS)
+        most = lax.div(end - 1, jnp.int32(TOKENS)) + 1  # the sequence's tiles: products with others may overflow
+        end = jnp.where(first + count < most, (first + count) * TOKENS, end)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         own = lax.axis_index("warpgroup")
         sources = self.sources(first + own, self.entries(segment, first + own))

@@ -183,9 +183,10 @@ class LatentDims(OutputRows):
         return dim + self.warp.head * self.size + (4 * unit * each + low), row < COLUMNS
 
     def runs(self) -> list[list[int]]:
-        """Runs of one, two or four pairs of registers that hold dims that follow each other, aligned to their number.
+        """Runs of one, two or four registers whose dims follow each other, the first a multiple of their number.
 
-        Pairs are numbered `2 * product + half`, and a run's thread has its lower dims or its upper ones.
+        Registers of a row are numbered `2 * product + half`. Each holds one of a pair's two dims (`dim`); whichever
+        these are, the dims of a run follow each other.
         """
         pairs = self.format.key_dims(self.unit)
         order = sorted(range(len(pairs)), key=lambda pair: (pairs[pair][1] - pairs[pair][0], pairs[pair]))

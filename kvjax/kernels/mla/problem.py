@@ -35,8 +35,8 @@ MAX_WARPS = 8
 """Maximum warps of a block of the kernel for few rows: two per scheduler leave 255 registers per thread."""
 
 MAX_SLOTS = 5
-"""Maximum stages in shared memory of the kernel for few rows. Of 4-bit latents one is 26 KB, 1.5 times the bytes that
-a multiprocessor reads in the latency of memory."""
+"""Maximum stages in shared memory of the kernel for few rows. Of 4-bit latents one is 26 KB a tile of each warp, 1.5
+times the bytes that a multiprocessor reads in the latency of memory."""
 
 MAX_TILES = 2
 """Maximum tiles of a warp in a stage of the kernel for few rows: of three, two stages hold all that fits."""
