@@ -143,6 +143,7 @@ class LatentDecode:
             tile = WARPGROUPS * i + own
             following = tile + WARPGROUPS
             sources = self.sources(first + following, entries)
+            self.incoming.expect(sources)
             state = lax.cond(tile > 0, self.follow, lambda *state: state, *state)
             state = self.lead(segment, first + tile, sources, following < count, *state)
             return self.entries(segment, first + following + WARPGROUPS), *state
@@ -246,7 +247,6 @@ class LatentDecode:
         above = margin(self.dtype)
         acc, *sums = state
         largest, total, top = sums
-        self.incoming.expect(following)
         logits = self.logits(segment, tile)
         highest = jnp.max(logits, axis=1)
 
