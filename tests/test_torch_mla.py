@@ -332,6 +332,9 @@ with torch.inference_mode():
     IN_INFERENCE = torch.zeros(5, 576)
 
 
+OF_LATENTS = "auto, float32, float16, bfloat16, fp8_e4m3, nvfp4, nvfp4_4over6, fp8_ds_mla"
+
+
 @pytest.mark.parametrize(
     ("run", "changes", "error", "message"),
     [
@@ -344,6 +347,7 @@ with torch.inference_mode():
         (write, {"k_pe": torch.ones(2, 64)}, VALUE, "k_pe: got 2 tokens, expected at least one for each of the 3 slot"),
         (write, {"slot_mapping": torch.ones(3)}, TYPE, "slot_mapping: got dtype torch.float32, expected torch.int32 o"),
         (write, {"kv_cache_dtype": "fp8_ds_mla"}, VALUE, "kv_cache: got shape (2, 8, 576), expected [num_blocks, bloc"),
+        (write, {"kv_cache_dtype": "fp8_ds"}, VALUE, f"kv_cache_dtype: got 'fp8_ds', expected one of {OF_LATENTS}"),
         (write, {"kv_cache_dtype": "bfloat16"}, TYPE, "kv_cache: got dtype torch.uint8, expected torch.bfloat16 for k"),
         (write, {"kv_cache_dtype": "int8_per_token_head"}, VALUE, "kv_cache_dtype: got 'int8_per_token_head', expecte"),
         (write, {"kv_cache_dtype": "auto"}, VALUE, "kv_cache_dtype: got 'auto' with a torch.uint8 cache, expected one"),

@@ -1,7 +1,7 @@
 """The limits and options of attention, which calls on JAX arrays and on torch tensors share.
 
 `kvjax_torch` uses this module and `route` besides public names, and takes from here the checks that it shares with
-kvjax (`kind_of`, `as_bool`, `as_int`). Nothing here knows of arrays.
+kvjax (`kind_of`, `as_bool`, `as_int`, `parse_dtype_of`). Nothing here knows of arrays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.dtypes import parse_dtype_of as parse_dtype_of
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, shown, type_name
 from kvjax.errors import kind_of as kind_of
 from kvjax.spec import as_bool as as_bool

@@ -18,6 +18,7 @@ from kvjax import (
     VScaleLayout,
     parse_kv_cache_dtype,
 )
+from kvjax.ops.options import parse_dtype_of
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
@@ -44,7 +45,7 @@ def resolve_cache_dtype(kv_cache_dtype: str | KVCacheDType, key_cache: torch.dty
       KVCacheValueError: an unknown name, one of latents (MLA), or "auto" for bytes, which do not say what they hold.
       KVCacheTypeError: the tensor's element type cannot hold the named dtype.
     """
-    dtype = parse_kv_cache_dtype(kv_cache_dtype)
+    dtype = parse_dtype_of("kv_cache_dtype", kv_cache_dtype, (KVCacheDType.AUTO, *STORED_KV_CACHE_DTYPES))
     if dtype is KVCacheDType.FP8_DS_MLA:
         names = ", ".join(row.value for row in STORED_KV_CACHE_DTYPES)
         raise KVCacheValueError(
@@ -78,7 +79,7 @@ def resolve_latent_dtype(
       KVCacheValueError: an unknown name, one that latents cannot have, or "auto" for bytes.
       KVCacheTypeError: the tensor's element type cannot hold the named dtype.
     """
-    dtype = parse_kv_cache_dtype(kv_cache_dtype)
+    dtype = parse_dtype_of("kv_cache_dtype", kv_cache_dtype, (KVCacheDType.AUTO, *MLA_KV_CACHE_DTYPES))
     names = ", ".join(row.value for row in MLA_KV_CACHE_DTYPES)
     if dtype is KVCacheDType.AUTO:
         # Rows in bytes have a storage dtype of uint8, that of several dtypes.
