@@ -329,10 +329,18 @@ def parameter_axes(config: ModelConfig, axis: str) -> Params:
 
 def logits(params: Params, hidden: jax.Array, axis: str | None = None) -> jax.Array:
     """Returns float32 logits `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
+    own = _own_logits(params, hidden)
+    return jax.lax.all_gather(own, axis, axis=own.ndim - 1, tiled=True) if _divides_logits(params, axis) else own
+
+
+def _own_logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """The logits of this device's part of the vocabulary."""
     unembedding = params.get("unembedding", params["embedding"])  # tied if missing
-    own = jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
-    is_whole = axis is None or "unembedding" not in params
-    return own if is_whole else jax.lax.all_gather(own, axis, axis=own.ndim - 1, tiled=True)
+    return jnp.matmul(hidden, unembedding.T, preferred_element_type=jnp.float32)
+
+
+def _divides_logits(params: Params, axis: str | None) -> bool:
+    return axis is not None and "unembedding" in params
 
 
 @functools.partial(
@@ -381,7 +389,12 @@ def next_tokens(
 ) -> jax.Array:
     """Returns the most likely token after the last of each sequence, in the first entries of `previous`."""
     last = jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)
-    following = jnp.argmax(logits(params, hidden[last], axis), axis=-1).astype(jnp.int32)
+    own = _own_logits(params, hidden[last])
+    following = jnp.argmax(own, axis=-1).astype(jnp.int32)
+    if _divides_logits(params, axis):  # each device sends its likeliest token, not its logits
+        token = following + jax.lax.axis_index(axis) * own.shape[-1]
+        largest, tokens = jax.lax.all_gather((jnp.max(own, axis=-1), token), axis)
+        following = jnp.take_along_axis(tokens, jnp.argmax(largest, axis=0)[None], axis=0)[0]
     return previous.at[: len(following)].set(following)
 
 

@@ -1,4 +1,4 @@
-"""A model on two devices, each with a share of its heads, gives the logits of the same model on one."""
+"""A model on two devices, each with a share of its heads, gives the logits and tokens of the same model on one."""
 
 from __future__ import annotations
 
@@ -37,9 +37,18 @@ def main() -> None:
     tokens, lengths = np.arange(5, dtype=np.int32), np.int32([2, 3])
     step = StepMetadata(np.int32([[0], [2]]), lengths, np.int32([0, 2, 5]), np.int32([0, 1, 16, 17, 18]))
 
+    every_row = StepMetadata(step.block_table, step.seq_lens, np.arange(6, dtype=np.int32), step.slot_mapping)
+
     def logits(params: Any, tokens: Any, step: Any, caches: Any, **part: Any) -> Any:
         hidden, caches = llama.forward(params, tokens=tokens, step=step, caches=caches, **part)
-        return llama.logits(params, hidden, part["axis"]), caches
+        axis = part["axis"]
+        # Where both devices have the same rows, the first of equal logits is the first device's.
+        half = params["unembedding"][: config.vocab_size // NUMBER]
+        same = jax.lax.all_gather(half, axis)[0] if axis else jnp.tile(half, (NUMBER, 1))
+        ties = {**params, "unembedding": same}
+        none = jnp.zeros(len(tokens), jnp.int32)
+        following = [llama.next_tokens(each, hidden, every_row, none, axis) for each in (params, ties)]
+        return (llama.logits(params, hidden, axis), *following), caches
 
     caches = tuple(KVCache.allocate(spec, 4) for _ in range(2))
     expected, _ = jax.jit(functools.partial(logits, config=config, axis=None))(whole, tokens, step, caches)
@@ -52,6 +61,10 @@ def main() -> None:
         llama.parameter_axes(config, serving.AXIS),
     )
     got, written = jax.jit(run)(placed, tokens, step, caches)
+    for found, wanted in zip(got[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert {int(token) * NUMBER // config.vocab_size for token in got[1]} == {*range(NUMBER)}  # of both devices
+    got, expected = got[0], expected[0]
     np.testing.assert_allclose(np.asarray(got), np.asarray(expected), atol=1e-5)
     assert np.abs(np.asarray(expected)).max() > 0.1
     assert all(len(cache.kv.sharding.device_set) == NUMBER for cache in written)
