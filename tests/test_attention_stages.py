@@ -217,3 +217,12 @@ def test_eight_rows_of_values_are_read_at_once(dtype, head_size, alignment):
         if rows.page.row_bytes % 16 == 0:  # or else `ldmatrix` does not read them
             assert not any(start % 16 for start in starts)
             assert len({start % BANKS for start in starts}) == 8
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "head_size", "is_padded"), [(8, 64, True), (4, 128, False), (4, 256, True), (2, 128, False)]
+)
+def test_nvfp4_values_of_few_heads_are_padded_if_they_are_long(num_kv_heads: int, head_size: int, is_padded: bool):
+    stage = layout_of(simple_spec(NVFP4, block_size=16, num_kv_heads=num_kv_heads, head_size=head_size))
+    assert stage.interleaved == is_padded
+    assert (len(stage.chunks) > 1) == is_padded

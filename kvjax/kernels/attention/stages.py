@@ -32,6 +32,10 @@ COPY_BYTES = 16
 PADDED_BYTES = 256
 """Bytes of a token's values, over all heads, from which on padding is worth one bulk copy per pair of tokens."""
 
+FEW_HEADS = 4
+"""With up to so many heads, values with block scales are padded from twice as many bytes on: instructions bound their
+kernels, and the copies of few heads are as many as those of eight."""
+
 
 class PageArray(NamedTuple):
     """An array of pages, as far as they hold rows of keys or of values.
@@ -162,7 +166,9 @@ class StageLayout:
         if spec.block_size % TILE or _divides_words(memory):
             return None
         values = memory[1].regions[0]
-        interleaved = values.token_stride >= values.head_stride and values.row_bytes * heads >= PADDED_BYTES
+        is_few = spec.parts[1].info.elements_per_scale is not None and heads <= FEW_HEADS
+        is_padded = values.row_bytes * heads >= PADDED_BYTES * (2 if is_few else 1)
+        interleaved = is_padded and values.token_stride >= values.head_stride
         both = _beside(memory) if one_memory else None
         placed: list[list[SharedRows]] = [[], []]
         chunks: list[Chunk] = []
