@@ -211,10 +211,9 @@ def write(kv_c, k_pe, cache, slot_mapping, scale):
     )
 
 
-def gather(cache, block_table, cu_seq_lens, scale, dtype):
-    return gather_mla(
-        cache, block_table, cu_seq_lens, num_tokens=4096, scale=scale, dtype=dtype, implementation="mosaic"
-    )
+def gather(cache, block_table, cu_seq_lens, scale, seq_starts=None, *, dtype):
+    options = {"num_tokens": 4096, "scale": scale, "dtype": dtype, "implementation": "mosaic"}
+    return gather_mla(cache, block_table, cu_seq_lens, seq_starts=seq_starts, **options)
 
 
 needs_plugin = pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
@@ -244,13 +243,14 @@ def test_a_write_is_one_kernel_in_place_without_spills(name, sizes, input_dtype,
 
 
 @needs_plugin
-@matrix(AXES, few=FEW, pairs=True)
-def test_a_gather_is_two_kernels_that_copy_no_cache(name, sizes, input_dtype, target):
+@matrix(AXES | {"has_starts": [False, True]}, few=FEW | {"has_starts": [True]}, pairs=True)
+def test_a_gather_is_two_kernels_that_copy_no_cache(name, sizes, input_dtype, target, has_starts):
     spec = spec_of(name, sizes, 64)
-    table, bounds = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,)))
+    table, bounds, starts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 64), (5,), (4,)))
     read = functools.partial(gather, dtype=INPUT_DTYPES[input_dtype])
-    program = compile_for(target, read, abstract(spec), table, bounds, jax.ShapeDtypeStruct((), jnp.float32))
-    assert program.device_ops[:3] == ("fusion", "custom-call", "custom-call")  # the first is of numbers of sequences
+    arrays = table, bounds, jax.ShapeDtypeStruct((), jnp.float32), *([starts] if has_starts else [])
+    program = compile_for(target, read, abstract(spec), *arrays)
+    assert program.device_ops[:2] == ("custom-call", "custom-call")
     assert [kernel.name for kernel in program.kernels] == [
         f"{name}_mosaic_gpu_kernel" for name in ("find_rows", "gather_mla")
     ]

@@ -60,9 +60,9 @@ def run(ranges: Ranges) -> tuple[list[int], list[int]]:
     table[:, :width] = ranges.table
     given = [np.array([] if x is None else x, np.int64).astype(np.int32) for x in (ranges.known, ranges.firsts)]
     results = [np.full(ranges.num_rows, POISON, np.int32)] * 2
-    arrays = table.reshape(-1), ranges.bounds[:-1], ranges.bounds[1:], *given, *results
+    arrays = table.reshape(-1), ranges.bounds, ranges.bounds, *given, *results
     arrays = [jnp.asarray(x if x.size else np.zeros(1, np.int32)) for x in arrays]  # interpret mode clamps indices
-    counts = ranges.num_rows, num_seqs, width, stride, NUM_BLOCKS - 1, ranges.block_size, *map(len, given)
+    counts = ranges.num_rows, num_seqs, width, stride, NUM_BLOCKS - 1, ranges.block_size, *map(len, given), 1
     # A store of the model rewrites the whole array, which only one program may.
     with interpret_mode(detect_races=ranges.num_rows <= 128):
         page, token = row_places_kernel().with_counts(counts, ranges.num_rows, *arrays)
@@ -106,32 +106,34 @@ def test_places_of_random_ranges_match_numpy(seed: int):
 
 
 @pytest.mark.parametrize("layer", [None, 1, 2, -1])
-def test_ranges_may_be_given_by_their_ends(layer: int | None):
-    """As in JAX: with a sequence of another share, which ends at 0, a range from before token 0, and in two layers."""
+def test_starts_and_ends_may_be_apart(layer: int | None):
+    """As in JAX of a cache of two layers, with a sequence of another share, which has no rows."""
     ranges = Ranges([[3, 1], [0, 2], [5, -1], [4, 6]], [5, 3, 4, 6], 20)
-    seq_lens = np.array([7, 0, 6, 3], np.int32)
+    starts, ends = ranges.bounds[:-1].copy(), ranges.bounds[1:]
+    starts[1] = ends[1]
     num_layers = None if layer is None else 2
-    kernel = row_places_kernel(by_ends=True, num_layers=num_layers)
-    arrays = {"block_table": np.array(ranges.table, np.int32), "seq_lens": seq_lens, "layer": np.int32(layer or 0)}
-    arrays |= {"starts": ranges.bounds[:-1], "ends": ranges.bounds[1:]}
+    kernel = row_places_kernel(num_layers=num_layers)
+    arrays = {"block_table": np.array(ranges.table, np.int32), "firsts": np.array([2, 9, 2, -3], np.int32)}
+    arrays |= {"starts": starts, "ends": ends, "sequences": ends, "layer": np.int32(layer or 0)}
     given = {name: jnp.asarray(x) for name, x in arrays.items()}
     given |= dict.fromkeys(kernel.writes, jax.ShapeDtypeStruct((ranges.num_rows,), jnp.int32))
+    counts = ranges.num_rows, 4, 2, 2, NUM_BLOCKS - 1, 4
     with interpret_mode(detect_races=True):
-        places = kernel.of_arrays((ranges.num_rows, 4, 2, 2, NUM_BLOCKS - 1, 4), ranges.num_rows, given)
+        places = kernel.of_arrays((*counts, 0, 4, 0), ranges.num_rows, given)
         pages, tokens = (np.array(places[name]) for name in ("page", "token"))
-    blocks = [*[3, 3, 1, 1, 1], *[-1] * 3, *[5, 5, -1, -1], *[-1] * 3, *[4, 4, 4], -1, -1]
+    blocks = [*[3, 3, 1, 1, 1], *[-1] * 3, *[5, 5, -1, -1], *[4] * 4, *[6] * 2, -1, -1]
     if layer is None:
         expected_pages = blocks
     else:
         expected_pages = [2 * block + layer if block >= 0 and layer in {0, 1} else -1 for block in blocks]
     assert pages.tolist() == expected_pages
-    assert tokens[np.array(blocks) >= 0].tolist() == [2, 3, 0, 1, 2, 2, 3, 0, 1, 2]
+    assert tokens[np.array(blocks) >= 0].tolist() == [2, 3, 0, 1, 2, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("given", [{}, {"by_ends": True, "num_layers": 3}], ids=["firsts", "ends"])
-def test_one_kernel_serves_every_call(given: dict[str, Any]):
-    kernel = row_places_kernel(**given)
-    assert kernel is row_places_kernel(**given)
+@pytest.mark.parametrize("num_layers", [None, 3])
+def test_one_kernel_serves_every_call(num_layers: int | None):
+    kernel = row_places_kernel(num_layers=num_layers)
+    assert kernel is row_places_kernel(num_layers=num_layers)
     made = kernel.origin.make()  # as another process makes it
     assert (made.counts, made.arguments) == (kernel.counts, kernel.arguments)
 

@@ -85,32 +85,44 @@ def gather_mla(
     check_array("block_table", block_table, [("num_seqs", None), ("max_blocks", None)], INDEX_DTYPES)
     num_seqs = np.shape(block_table)[0]
     check_array("cu_seq_lens", cu_seq_lens, [("num_seqs + 1", num_seqs + 1)], INDEX_DTYPES)
-    if seq_starts is None:
-        seq_starts = np.zeros(num_seqs, np.int32)
-    check_array("seq_starts", seq_starts, [("num_seqs", num_seqs)], INDEX_DTYPES)
+    if seq_starts is not None:
+        check_array("seq_starts", seq_starts, [("num_seqs", num_seqs)], INDEX_DTYPES)
     arrays = {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
     check_devices(cache, **arrays, layer=layer, scale=scale)
     if is_checked():
         check_cumulative("cu_seq_lens", cu_seq_lens, num_tokens)
-        check_starts("seq_starts", seq_starts)
-    bounds, first = (_as_int32(as_lengths(x)) for x in (cu_seq_lens, seq_starts))
-    lens = bounds[1:] - bounds[:-1]
-    ends = jnp.where(first > np.iinfo(np.int32).max - lens, np.iinfo(np.int32).max, first + lens)
+        if seq_starts is not None:
+            check_starts("seq_starts", seq_starts)
+    bounds = _as_int32(as_lengths(cu_seq_lens))
+    firsts = None if seq_starts is None else _as_int32(as_lengths(seq_starts))
+    starts = ends = bounds
     if is_checked() or cache.sharding is not None:
-        block_table = last_blocks(block_table, ends, lens, spec.block_size)
-    if is_checked():
-        check_sequences(block_table, ends, cache.num_blocks, spec.block_size, what="seq_starts + lengths")
+        starts, ends = bounds[:-1], bounds[1:]
+        after = _after_last(firsts, ends - starts)
+        block_table = last_blocks(block_table, after, ends - starts, spec.block_size)
+        if is_checked():
+            check_sequences(block_table, after, cache.num_blocks, spec.block_size, what="seq_starts + lengths")
     layer = as_layer(cache, layer)
     table, scales = as_blocks(block_table, cache), as_scales(cache, layer, scale, None)
     out = result_dtype(dtype, spec)
     serve = select.choose("gather_mla", implementation, _IMPLEMENTATIONS, cache)
-    parts = serve(cache, table, ends, bounds[:-1], bounds[1:], layer, scales[0], num_tokens=num_tokens, dtype=out)
+    parts = serve(cache, table, firsts, starts, ends, layer, scales[0], num_tokens=num_tokens, dtype=out)
     kv_c, k_pe = (_joined(part) for part in parts)
     return kv_c, k_pe
 
 
 def _as_int32(array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.int32:
+        return array  # negative numbers are no tokens for what serves the call
     return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
+
+
+def _after_last(firsts: jax.Array | None, lens: jax.Array) -> jax.Array:
+    """Returns the tokens after the last of ranges of so many tokens."""
+    if firsts is None:
+        return lens
+    firsts = jnp.maximum(firsts, 0)
+    return jnp.where(firsts > np.iinfo(np.int32).max - lens, np.iinfo(np.int32).max, firsts + lens)
 
 
 class _Ranges(NamedTuple):
@@ -118,15 +130,16 @@ class _Ranges(NamedTuple):
 
     Attributes:
       block_table: int32 `[num_seqs, max_blocks]`.
-      seq_lens: int32 `[num_seqs]`, the token after the last of each range; 0 for a sequence of another share.
-      starts: int32 `[num_seqs]`, the first row of each sequence, in order.
-      ends: int32 `[num_seqs]`, the row after its last.
+      firsts: int32 `[num_seqs]`, the first token of each range, 0 for one below; None for zeros.
+      starts: int32, its first `num_seqs` elements are the first row of each sequence, in order.
+      ends: int32, its last `num_seqs` elements are the row after its last. So both may be the cumulative lengths. A
+        sequence of another share starts where it ends.
       layer: int32 `[]`, or None for a cache of one layer.
       scale: float32 `[]`.
     """
 
     block_table: Any
-    seq_lens: Any
+    firsts: Any
     starts: Any
     ends: Any
     layer: Any
@@ -172,9 +185,13 @@ def _gather_mosaic(
     num_layers = None if ranges.layer is None else cache.num_layers
     num_seqs, max_blocks = ranges.block_table.shape
     counts = num_tokens, num_seqs, max_blocks, max_blocks, cache.num_blocks - 1, spec.block_size
-    find = any_places(by_ends=True, num_layers=num_layers)
+    num_known, num_firsts, first_end = 0, 0 if ranges.firsts is None else num_seqs, ranges.ends.size - num_seqs
+    find = any_places(num_layers=num_layers)
     places = dict.fromkeys(find.writes, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
-    read = find.of_arrays(counts, num_tokens, ranges._asdict() | places)
+    # Arguments of which the kernel reads no element.
+    none = {"sequences": ranges.ends} | ({"firsts": ranges.ends} if ranges.firsts is None else {})
+    given = ranges._asdict() | none | places
+    read = find.of_arrays((*counts, num_known, num_firsts, first_end), num_tokens, given)
     dense = [jax.ShapeDtypeStruct((num_tokens, size), dtype) for size in spec.part_sizes if size]
     gather = kernel.any_rows(spec, array_memory(spec)[: len(dense)], tuple(map(RowMemory.of, dense)))
     read |= dict.fromkeys(PAGES, cache.kv) | dict.fromkeys(SCALES, ranges.scale)
@@ -185,10 +202,13 @@ def _gather_mosaic(
 
 def _places(cache: KVCache, ranges: _Ranges, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Returns the page of each row's token, -1 for none, and its index there, int32 `[num_tokens]`."""
-    block_table, seq_lens, starts, ends, layer, _ = ranges
-    block_size = cache.spec.block_size
+    block_table, firsts, starts, ends, layer, _ = ranges
+    block_size, num_seqs = cache.spec.block_size, block_table.shape[0]
+    starts, ends = jnp.maximum(starts[:num_seqs], 0), ends[ends.size - num_seqs :]
     rows = RowSequences.of(num_tokens, starts, ends)
-    position = seq_lens[rows.seq] - (ends[rows.seq] - jnp.arange(num_tokens))
+    position = jnp.arange(num_tokens, dtype=jnp.int32) - starts[rows.seq]
+    if firsts is not None:
+        position += jnp.maximum(firsts, 0)[rows.seq]
     column = position // block_size
     block = block_table[rows.seq, jnp.clip(column, 0, block_table.shape[1] - 1)]
     there = rows.is_any & (position >= 0) & (column < block_table.shape[1])
@@ -234,7 +254,11 @@ def _joined(shares: jax.Array) -> jax.Array:
 def _own_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    return *own_sequences(spec, first_block, num_blocks, *args[:2]), *args[2:]
+    """Returns a block table in a share's numbering, and no rows for a sequence of another share."""
+    block_table, firsts, starts, ends, *others = args
+    after = _after_last(firsts, ends - starts)
+    block_table, after = own_sequences(spec, first_block, num_blocks, block_table, after)
+    return block_table, firsts, jnp.where(after == 0, ends, starts), ends, *others
 
 
 _IMPLEMENTATIONS = select.Candidates(
