@@ -126,7 +126,8 @@ def test_interpreted_kernels_of_a_launcher_match_float64(dtype, sizes):
     problem = build(spec, SHORT)
     q = queries(spec, (len(SHORT), 1, 16), "bfloat16")
     pages = array_memory(spec)
-    kind = kernels.BatchKind(spec, pages, q[0].dtype, 16, 1, (1, 1), kernels.Softmax(SM_SCALE), one_memory=True)
+    softmax, own = kernels.Softmax(SM_SCALE), {"one_memory": True, "joined_query": True}
+    kind = kernels.BatchKind(spec, pages, q[0].dtype, 16, 1, (1, 1), softmax, **own)
     num_seqs, max_blocks = problem.block_table.shape
     row = 16 * spec.head_size
     query = jnp.concatenate([jnp.asarray(x) for x in q], axis=-1).reshape(-1)

@@ -156,7 +156,7 @@ def paged_attention(
     return attend_last_tokens(
         "paged_attention",
         cache,
-        query,
+        (query,),
         (block_table, seq_lens, Stored(layer, k_scale, v_scale)),
         (sinks, tree),
         Given(
@@ -173,17 +173,21 @@ def paged_attention(
 def attend_last_tokens(
     operation: str,
     cache: KVCache,
-    query: jax.Array,
+    query: tuple[jax.Array, ...],
     read: tuple[ArrayLike, ArrayLike, Stored],
     others: tuple[jax.Array | None, jax.Array | None],
     given: Given,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query.
 
-    `read` are the block table, the lengths and what of the cache is read, `others` the checked sinks and tree mask.
+    The query's parts lie next to each other in a row. `read` are the block table, the lengths and what of the cache is
+    read, `others` the checked sinks and tree mask.
     """
     (block_table, seq_lens, stored), (sinks, mask) = read, others
-    rows = query if query.ndim == 4 else query[:, None]
+    is_one_token = query[0].ndim == 3
+    # XLA drops what joins parts that a kernel takes apart, unless they are reshaped in between.
+    parts = [part[:, None] if is_one_token else part for part in query]
+    rows = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     num_seqs, q_len = rows.shape[:2]
     window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), q_len, q_len)
@@ -208,7 +212,7 @@ def attend_last_tokens(
             batch_invariant=batch_invariant,
         ),
     )
-    if query.ndim == 3:
+    if is_one_token:
         attended, lse = attended[:, 0], lse[:, 0]
     return (attended, lse) if return_lse else attended
 

@@ -216,12 +216,12 @@ def mla_ragged_paged_attention(
     Raises:
       KVCacheValueError, KVCacheTypeError, UnsupportedError: as `mla_paged_attention`.
     """
-    cache, query = _as_query("mla_ragged_paged_attention", cache, q_nope, q_pe, ["num_tokens"])
+    cache, parts = _as_query("mla_ragged_paged_attention", cache, q_nope, q_pe, ["num_tokens"])
     check_devices(cache, scale=scale, cu_q_lens=cu_q_lens, sliding_window=sliding_window)
     return attend_ragged(
         "mla_ragged_paged_attention",
         cache,
-        query,
+        jnp.concatenate(parts, axis=-1),
         (block_table, seq_lens, cu_q_lens, Stored(layer, scale, None)),
         (None, None),
         Given(_as_sm_scale(sm_scale), sliding_window, logits_soft_cap, return_lse, batch_invariant, implementation),
@@ -229,8 +229,10 @@ def mla_ragged_paged_attention(
     )
 
 
-def _as_query(operation: str, cache: KVCache, q_nope: Any, q_pe: Any, rows: list[str]) -> tuple[KVCache, jax.Array]:
-    """Returns the cache where it is traced and the query of its keys, `[*rows, num_heads, head_size]`."""
+def _as_query(
+    operation: str, cache: KVCache, q_nope: Any, q_pe: Any, rows: list[str]
+) -> tuple[KVCache, tuple[jax.Array, jax.Array]]:
+    """Returns the cache where it is traced and the parts of its keys' query, `[*rows, num_heads, part]`."""
     check_cache(cache)
     check_latents(operation, cache.spec)
     cache = local_view(cache)
@@ -243,7 +245,7 @@ def _as_query(operation: str, cache: KVCache, q_nope: Any, q_pe: Any, rows: list
     sizes = [(name, size) for (name, _), size in zip(dims, q_nope.shape, strict=False)]
     check_array("q_pe", q_pe, [*sizes, ("qk_rope_head_dim", rope)], [q_nope.dtype])
     check_devices(cache, q_nope=q_nope, q_pe=q_pe)
-    return cache, jnp.concatenate([q_nope, jnp.asarray(q_pe)], axis=-1)
+    return cache, (q_nope, jnp.asarray(q_pe))
 
 
 def _as_sm_scale(sm_scale: Any) -> float:

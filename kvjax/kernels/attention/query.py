@@ -19,6 +19,7 @@ from kvjax.kernels.attention.problem import COLUMNS, Problem, Refs
 from kvjax.kernels.attention.ring import divided, remainder
 from kvjax.kernels.attention.softmax import LOG2_E
 from kvjax.kernels.attention.warp import Warp
+from kvjax.kernels.launchable import Number
 from kvjax.kernels.registers import MAX_VECTOR_BYTES
 
 
@@ -28,8 +29,10 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
     The operand is registers by tile, by term and by pair of dims; the sum of the terms is the query.
     """
     problem, fmt, warp = keys.problem, keys.rows.format, keys.warp
+    a_sequence, a_token = problem.query_strides
     first = warp.kv_head * problem.group * problem.spec.head_size
-    loaded = loaded_for(keys.rows, warp, problem, refs.query, Place(sequence, first))
+    place = Place(refs.query, sequence * a_sequence, (a_token, problem.spec.head_size), first)
+    loaded = loaded_for(keys.rows, warp, problem, place)
     operand, power = as_operand(keys.rows, loaded, problem.query_dtype)
     k_scale = warp.scale(fmt, refs.k_scale, problem.scale_sizes[0])
     factor = k_scale * np.float32(problem.sm_scale * LOG2_E * fmt.factor)
@@ -37,20 +40,24 @@ def operand_of(keys: Keys, refs: Refs, sequence: jax.Array) -> tuple[list[list[l
 
 
 class Place(NamedTuple):
-    """Where the elements of a query are.
+    """Where the elements of a sequence's query are.
 
     Attributes:
-      sequence: the sequence.
+      ref: the array.
+      start: the element at which the sequence begins.
+      strides: elements between query tokens and between heads.
       first: the element of a query token that is the first one of the first row.
       exists: whether there are elements; zeros elsewhere. None for always.
     """
 
-    sequence: jax.Array
+    ref: Ref
+    start: jax.Array
+    strides: tuple[Number, int]
     first: jax.Array
     exists: jax.Array | None = None
 
 
-def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Place) -> list[list[jax.Array]]:
+def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, place: Place) -> list[list[jax.Array]]:
     """By tile of query rows the elements that products with keys take, each in the lower half of a register.
 
     A unit's elements follow each other in the query too, whose rows are aligned to `MAX_VECTOR_BYTES`: they are loaded
@@ -64,15 +71,15 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, ref: Ref, place: Pla
     for tile in range(problem.tiles):
         row = warp.row + tile * COLUMNS
         token, head = divided(row, problem.group), remainder(row, problem.group)
-        a_sequence, a_token = problem.query_strides
-        index = place.sequence * a_sequence + token * a_token + head * problem.spec.head_size
+        a_token, a_head = place.strides
+        index = place.start + token * a_token + head * a_head
         index = index + place.first + warp.column * rows.unit_elements
         is_row = row < problem.rows
         is_row = is_row if place.exists is None else is_row & place.exists
         elements: list[jax.Array] = []
         for unit in range(rows.units):
             first = index + 4 * unit * rows.unit_elements
-            words = [x for start in starts for x in lanes.load_global_words(ref, first + start, size, is_row)]
+            words = [x for start in starts for x in lanes.load_global_words(place.ref, first + start, size, is_row)]
             elements += [words[dim // 2] >> 16 if dim % 2 else words[dim // 2] for dim in dims]
         loaded.append(elements)
     return loaded

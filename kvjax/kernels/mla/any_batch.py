@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.kernels.aliases import Ref
-from kvjax.kernels.attention.any_batch import COUNTS, QUERY, AnyBatch, BatchKind, problem_of, vector, with_counts
+from kvjax.kernels.attention.any_batch import COUNTS, AnyBatch, BatchKind, problem_of, vector, with_counts
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.launchable import ANY_LENGTH, PAGES, AnyCount, Argument, Number, scale_arguments, with_origin
 from kvjax.kernels.mla.launch import Config, decode_kernel, query_arguments, rows_shape, run_decode
@@ -23,8 +23,9 @@ class AnyLatentBatch(AnyBatch):
     """Attention over latents, for any number of sequences and blocks.
 
     Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
-    read the values' pages and v_scale, which are the keys'. The query is contiguous, of the dtypes of the kernel's
-    arguments: for rope keys there is a second one, in an array of its own or (`joined_query`) in that of the first.
+    read the values' pages and v_scale, which are the keys'. For rope keys there is a second query, in an array of its
+    own, both contiguous, or (`joined_query`) in that of the first, which the kernel for few rows gets alone. That of
+    `wgmma` takes them contiguous and of the dtypes of its arguments.
     """
 
     joined_query: bool = False
@@ -58,7 +59,7 @@ def _decode_of_any_count(problem: Problem, config: Config, joined_query: bool) -
     arguments = (
         vector("seq_lens", jnp.int32),
         vector("table", jnp.int32),
-        *([vector(QUERY[0], problem.query_dtype)] if is_few else query_arguments(spec, joined=joined_query)),
+        *query_arguments(problem, config, joined=joined_query),
         *(memory.argument(name, spec.array_dtype) for name, memory in zip(PAGES, problem.memory, strict=True)),
         *scale_arguments(spec, problem.scale_sizes, problem.scale_memory),
         *([vector("layer", jnp.int32)] if problem.has_layer else []),

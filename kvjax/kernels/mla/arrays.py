@@ -55,14 +55,11 @@ def decode(
     )
     batch = any_batch(kind, current())
     config = config or batch.config(*read.block_table.shape)
-    operand = (query,) if isinstance(config, DecodeConfig) else _operands(query, spec)
-    return attend(batch, config, operand, pages, read)
-
-
-def _operands(query: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    """The parts of the query as the second kernel copies them; if it is joined of them in the program, XLA does not."""
-    parts = zip(jnp.split(query, [spec.head_size_v], axis=-1), operand_dtypes(spec), strict=True)
-    return tuple(_converted(part, dtype) for part, dtype in parts if part.shape[-1])
+    # If the query is joined of its parts in the program, XLA does not join them.
+    parts = [part for part in jnp.split(query, [spec.head_size_v], axis=-1) if part.shape[-1]]
+    if not isinstance(config, DecodeConfig):
+        parts = [_converted(part, dtype) for part, dtype in zip(parts, operand_dtypes(spec), strict=False)]
+    return attend(batch, config, tuple(parts), pages, read)
 
 
 def _converted(query: jax.Array, dtype: DType) -> jax.Array:

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from kvjax.kernels import lanes
-from kvjax.kernels.aliases import Ref, Registers
+from kvjax.kernels.aliases import ABSENT, Ref, Registers
 from kvjax.kernels.attention.keys import KeyRows
 from kvjax.kernels.attention.loop import StageLoop, StageTokens
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
@@ -216,22 +216,35 @@ class FewRows(StageLoop[Factors]):
 
     def query(self, sequence: jax.Array) -> Factors:
         """Stores the query's operands, and returns the factors of logits."""
-        problem, rank = self.problem, self.problem.spec.part_sizes[0]
+        problem = self.problem
+        rank, rope_size = problem.spec.part_sizes
         if self.config.groups == 1:  # else the epilogue has waited until all have read the query before
             lanes.wait_for_block()
         own = self.warp.head * (rank // self.config.heads)
-        latents = self.store_query(self.latents, Place(sequence, own), of_rope=False)
+        latents = self.store_query(self.latents, self.place(sequence, own, of_rope=False), of_rope=False)
         rope = latents
         if self.rope is not None:
             size = rope_share(problem.spec, self.config.heads)
-            exists = self.warp.head < problem.spec.part_sizes[1] // size
-            rope = self.store_query(self.rope, Place(sequence, rank + self.rope.warp.head * size, exists), of_rope=True)
+            place = self.place(sequence, self.rope.warp.head * size, of_rope=True)
+            place = place._replace(exists=self.warp.head < rope_size // size)
+            rope = self.store_query(self.rope, place, of_rope=True)
         lanes.wait_for_block()
         return Factors(latents, rope)
 
+    def place(self, sequence: jax.Array, first: jax.Array, *, of_rope: bool) -> Place:
+        """Where the elements from `first` on are in a part of a sequence's query."""
+        (rank, rope), (a_sequence, a_token) = self.problem.spec.part_sizes, self.problem.query_strides
+        if self.refs.query_pe is ABSENT:  # the parts of a row lie next to each other
+            first = first + rank if of_rope else first
+            return Place(self.refs.query, sequence * a_sequence, (a_token, rank + rope), first)
+        if of_rope:  # the strides are those of the other array, and both are contiguous
+            a_token = self.problem.num_heads * rope
+            return Place(self.refs.query_pe, sequence * (self.problem.q_len * a_token), (a_token, rope), first)
+        return Place(self.refs.query, sequence * a_sequence, (a_token, rank), first)
+
     def store_query(self, rows: KeyRows, place: Place, *, of_rope: bool) -> jax.Array:
         """Stores the query's operands for rows, and returns the factor of their products."""
-        loaded = loaded_for(rows, self.warp, self.problem, self.refs.query, place)
+        loaded = loaded_for(rows, self.warp, self.problem, place)
         operand, power = as_operand(rows, loaded, self.problem.query_dtype)
         pairs = range(0, len(loaded[0]) // 2, 2)
         registers = [x for at in pairs for tile in operand for term in tile for x in term[at : at + 2]]

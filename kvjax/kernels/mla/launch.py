@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels import compat
 from kvjax.kernels.aliases import Kernel, OutType, Ref, ScratchType
-from kvjax.kernels.attention.any_batch import QUERY
+from kvjax.kernels.attention.any_batch import QUERY, vector
 from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.launchable import ANY_LENGTH, Argument, Number
 from kvjax.kernels.mla import few_rows_stages
@@ -20,7 +20,6 @@ from kvjax.kernels.mla.packed import Packed
 from kvjax.kernels.mla.problem import MLAConfig
 from kvjax.kernels.mla.tiles import WARPGROUPS, Copied, Incoming, Tiles, operand_dtypes, scratch_types
 from kvjax.kernels.registers import WARPS
-from kvjax.spec import AttentionSpec
 
 type Config = MLAConfig | DecodeConfig
 
@@ -38,8 +37,12 @@ def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Number, 
     return (rows * rank,) if isinstance(config, DecodeConfig) else (rows, WARPGROUPS, rank // WARPGROUPS)
 
 
-def query_arguments(spec: AttentionSpec, *, joined: bool) -> list[Argument]:
-    """The arguments for the parts of a query as the kernel of `wgmma` reads them: rows, joined or of each part."""
+def query_arguments(problem: Problem, config: Config, *, joined: bool) -> list[Argument]:
+    """The arguments for the parts of a query: elements in any order, for the kernel of `wgmma` rows."""
+    spec = problem.spec
+    if isinstance(config, DecodeConfig):
+        sizes = [spec.head_size] if joined else spec.part_sizes
+        return [vector(name, problem.query_dtype) for name, size in zip(QUERY, sizes, strict=False) if size]
     columns = [spec.head_size] * 2 if joined else spec.part_sizes
     parts = zip(QUERY, spec.part_sizes, columns, operand_dtypes(spec), strict=True)
     return [
