@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import gpu_compile
+from support.gpu_compile import compile_for
 from support.interpret_mode import interpret_mode
 from support.mla_calls import LENGTHS, PARAMETERS, assert_near, attend, check, compile_operation, left_to_nights
 from support.mla_cases import SM_SCALE, build, queries, spec_of
@@ -183,6 +184,18 @@ def test_compiled_it_decodes_each_latent_once_and_spills_no_more_than_known(targ
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_compiled_for_less_shared_memory_four_warps_divide_the_latents(dtype):
     check_compiled("rtx6000pro", spec_of(dtype, (512, 64), 64), 1, 16, shares=4)
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("q_lens", [(), (1,)], ids=["3 dimensions", "4 dimensions"])
+@pytest.mark.parametrize(("dtype", "heads"), [("nvfp4", 16), pytest.param("bfloat16", 128, marks=pytest.mark.full)])
+def test_xla_neither_joins_nor_splits_the_parts_of_a_query(dtype, heads, q_lens):
+    spec, struct = spec_of(dtype, (512, 64), 64), jax.ShapeDtypeStruct
+    cache = jax.eval_shape(functools.partial(kvjax.KVCache.allocate, spec, 128))
+    query = [struct((64, *q_lens, heads, size), jnp.bfloat16) for size in spec.part_sizes]
+    call = functools.partial(mla_paged_attention, sm_scale=SM_SCALE, implementation="mosaic")
+    program = compile_for("h100", call, *query, cache, struct((64, 128), jnp.int32), struct((64,), jnp.int32))
+    assert program.device_ops == ("custom-call", "custom-call")
 
 
 def check_compiled(target: str, spec: Any, q_len: int, heads: int, *, shares: int | None = None) -> None:
