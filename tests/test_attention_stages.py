@@ -220,9 +220,21 @@ def test_eight_rows_of_values_are_read_at_once(dtype, head_size, alignment):
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_size", "is_padded"), [(8, 64, True), (4, 128, False), (4, 256, True), (2, 128, False)]
+    ("dtype", "num_kv_heads", "head_size", "is_padded"),
+    [
+        (NVFP4, 8, 64, True),
+        (NVFP4, 4, 128, False),
+        (NVFP4, 4, 256, True),
+        (NVFP4, 2, 128, False),
+        (KVCacheDType.FP8_K_NVFP4_V, 4, 128, False),
+        (KVCacheDType.FP8_E4M3, 2, 128, True),
+        (BF16, 1, 128, True),
+    ],
 )
-def test_nvfp4_values_of_few_heads_are_padded_if_they_are_long(num_kv_heads: int, head_size: int, is_padded: bool):
-    stage = layout_of(simple_spec(NVFP4, block_size=16, num_kv_heads=num_kv_heads, head_size=head_size))
+def test_values_of_few_heads_are_padded_if_they_are_long(
+    dtype: KVCacheDType, num_kv_heads: int, head_size: int, is_padded: bool
+):
+    """Of NVFP4 from 512 bytes of a token on, of other dtypes from 256."""
+    stage = layout_of(simple_spec(dtype, block_size=16, num_kv_heads=num_kv_heads, head_size=head_size))
     assert stage.interleaved == is_padded
     assert (len(stage.chunks) > 1) == is_padded

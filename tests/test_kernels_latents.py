@@ -18,6 +18,7 @@ from support.mla_cases import spec_of
 
 from kvjax import MLA_KV_CACHE_DTYPES, KVCache, MLAAttentionSpec, UnsupportedError, concat_and_cache_mla, gather_mla
 from kvjax.kernels.write import launch_config
+from kvjax.ops import mla_gather
 
 NAMES = [dtype.value for dtype in MLA_KV_CACHE_DTYPES]
 FEW_NAMES = ["fp8_e4m3", "fp8_ds_mla", "nvfp4"]
@@ -93,6 +94,19 @@ def test_an_interpreted_write_has_the_bytes_of_xla(name, sizes, input_dtype, pro
 )
 def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, int], input_dtype: str):
     assert_same_gather(spec_of(name, sizes), INPUT_DTYPES[input_dtype])
+
+
+def test_an_interpreted_gather_of_a_share_leaves_out_the_sequences_of_others():
+    """Whose starts are their ends, in arrays of their own."""
+    cache = poisoned(spec_of("nvfp4", (128, 16)))
+    starts, ends = (jnp.asarray(x) for x in ([0, 16, 16], BOUNDS[1:]))
+    arrays = jnp.asarray(TABLE), jnp.asarray(STARTS), starts, ends, None, jnp.float32(0.0371)
+    options = {"num_tokens": NUM_ROWS, "dtype": np.dtype(np.float32)}
+    with interpret_mode():
+        got = [np.asarray(x) for x in mla_gather._gather_mosaic(cache, *arrays, **options)]
+    for part, want in zip(got, mla_gather._gather_xla(cache, *arrays, **options), strict=True):
+        assert_same_bytes(part, np.asarray(want))
+        assert [part[0, row].any() for row in (0, 8, 15, 24)] == [True, False, False, True]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])

@@ -120,18 +120,20 @@ def test_interpreted_logits_and_weights_stay_exact_where_scales_leave_float16():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "sizes"), [("nvfp4", (128, 16)), ("fp8_ds_mla", (256, 16))])
-def test_interpreted_kernels_of_a_launcher_match_float64(dtype, sizes):
-    """The kernels of a launcher, for any number of sequences and blocks, of one query token and of strides."""
+@pytest.mark.parametrize(("dtype", "sizes", "q_len"), [("nvfp4", (128, 16), 2), ("fp8_ds_mla", (256, 16), 1)])
+def test_interpreted_kernels_of_a_launcher_match_float64(dtype, sizes, q_len):
+    """The kernels of a launcher, for any number of sequences and blocks, with space between tokens and sequences."""
+    heads = 16 // q_len
     spec = spec_of(dtype, sizes, 16)
     problem = build(spec, SHORT)
-    q = queries(spec, (len(SHORT), 1, 16), "bfloat16")
+    q = queries(spec, (len(SHORT), q_len, heads), "bfloat16")
     pages = array_memory(spec)
     softmax, own = kernels.Softmax(SM_SCALE), {"one_memory": True, "joined_query": True}
-    kind = kernels.BatchKind(spec, pages, q[0].dtype, 16, 1, (1, 1), softmax, **own)
+    kind = kernels.BatchKind(spec, pages, q[0].dtype, heads, q_len, (1, 1), softmax, **own)
     num_seqs, max_blocks = problem.block_table.shape
-    row = 16 * spec.head_size
-    query = jnp.concatenate([jnp.asarray(x) for x in q], axis=-1).reshape(-1)
+    joined = np.concatenate(q, axis=-1).reshape(num_seqs, q_len, -1)
+    spaced = np.pad(joined, [(0, 0), (0, 1), (0, 8)], constant_values=np.nan)
+    a_sequence, a_token = (q_len + 1) * spaced.shape[2], spaced.shape[2]
     scale = jnp.full((1,), problem.scale, jnp.float32)
     kv = problem.cache.kv.reshape(problem.cache.num_blocks, -1)
     with interpret_mode():
@@ -139,12 +141,12 @@ def test_interpreted_kernels_of_a_launcher_match_float64(dtype, sizes):
         out = jnp.zeros(num_seqs * 16 * sizes[0], q[0].dtype), jnp.zeros(num_seqs * 16, jnp.float32)
         between = [jnp.zeros(array.shape, array.dtype) for array in workspace]
         lens, table = jnp.asarray(problem.seq_lens), jnp.asarray(problem.block_table.reshape(-1))
-        counts = num_seqs, max_blocks, problem.cache.num_blocks, max_blocks, row, row
-        arrays = lens, table, query, kv, kv, scale, scale, *out, *between
+        counts = num_seqs, max_blocks, problem.cache.num_blocks, max_blocks, a_sequence, a_token
+        arrays = lens, table, jnp.asarray(spaced.reshape(-1)), kv, kv, scale, scale, *out, *between
         *out, partial, partial_lse, spans = decode.with_counts(counts, num_seqs, *arrays)
         out, lse = merge.with_counts((max_blocks,), num_seqs, lens, partial, partial_lse, spans, *out)
         jax.block_until_ready((out, lse))
-    assert_near(problem, q, out.reshape(num_seqs, 1, 16, -1), lse.reshape(num_seqs, 1, 16), is_few=True)
+    assert_near(problem, q, out.reshape(*q[0].shape), lse.reshape(q[0].shape[:-1]), is_few=True)
 
 
 @pytest.mark.gpu

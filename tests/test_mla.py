@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import checkify
 from support import mla_reference
 from support.helpers import assert_same_bytes, cache_from_bytes, each_case, matrix, page_bytes, poisoned
+from support.interpret_mode import interpret_mode
 from support.mla_cases import SM_SCALE, assert_right, build, queries, spec_of
 
 import kvjax
@@ -439,6 +440,23 @@ def test_checked_mode_names_the_first_invalid_value(run, given, changes, message
             error, _ = run_checked(cache, arrays)
             with pytest.raises(checkify.JaxRuntimeError, match=message):
                 error.throw()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_ranges_that_begin_before_token_0_or_past_int32_are_gathered_as_the_contract_says(implementation: str):
+    """A negative start is 0; a token past the block table is zeros, also where its position is no int32."""
+    spec = spec_of("bfloat16", (128, 16))
+    kv_c, k_pe = (np.random.default_rng(0).standard_normal((24, size)).astype(np.float32) for size in spec.part_sizes)
+    cache = concat_and_cache_mla(kv_c, k_pe, KVCache.allocate(spec, 3), np.arange(24, dtype=np.int32))
+    table, bounds, starts = np.int32([[0], [1], [2]]), np.int32([0, 2, 9, 11]), np.int32([-5, 2**31 - 3, 1])
+    with interpret_mode():
+        latents, _ = gather_mla(
+            cache, table, bounds, num_tokens=12, seq_starts=starts, dtype="float32", implementation=implementation
+        )
+    expected = np.zeros((12, 128), np.float32)
+    stored = kv_c.astype(jnp.bfloat16)
+    expected[:2], expected[9:11] = stored[:2], stored[17:19]
+    np.testing.assert_array_equal(latents, expected)
 
 
 def test_blocks_before_a_range_may_be_freed_in_checked_mode():

@@ -97,8 +97,9 @@ def _find(table: Table, counts: Mapping[str, Number], arrays: Mapping[str, Ref])
 
 
 def _prefetch(ref: Ref, sector: jax.Array, size: Number) -> None:
-    """Brings a sector to L2 that has one of the first `size` elements."""
-    lanes.prefetch_global(ref, sector * SECTOR_ENTRIES, sector < (size + (SECTOR_ENTRIES - 1)) >> 3)
+    """Brings a sector's first element to L2, and with it the others, if it is one of the first `size` elements."""
+    first = sector * SECTOR_ENTRIES
+    lanes.prefetch_global(ref, first, first < size)
 
 
 def _load(ref: Ref, index: jax.Array, condition: jax.Array) -> jax.Array:

@@ -113,7 +113,7 @@ def gather_mla(
 
 def _as_int32(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.int32:
-        return array  # negative numbers are no tokens for what serves the call
+        return array  # what serves the call takes negative numbers for 0
     return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
 
 
@@ -131,9 +131,9 @@ class _Ranges(NamedTuple):
     Attributes:
       block_table: int32 `[num_seqs, max_blocks]`.
       firsts: int32 `[num_seqs]`, the first token of each range, 0 for one below; None for zeros.
-      starts: int32, its first `num_seqs` elements are the first row of each sequence, in order.
-      ends: int32, its last `num_seqs` elements are the row after its last. So both may be the cumulative lengths. A
-        sequence of another share starts where it ends.
+      starts: int32, its first `num_seqs` elements are the first row of each sequence, in order; that after its last for
+        a sequence of another share.
+      ends: int32, its last `num_seqs` elements are the row after its last. So both may be the cumulative lengths.
       layer: int32 `[]`, or None for a cache of one layer.
       scale: float32 `[]`.
     """

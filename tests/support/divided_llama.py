@@ -47,7 +47,8 @@ def main() -> None:
         same = jax.lax.all_gather(half, axis)[0] if axis else jnp.tile(half, (NUMBER, 1))
         ties = {**params, "unembedding": same}
         none = jnp.zeros(len(tokens), jnp.int32)
-        following = [llama.next_tokens(each, hidden, every_row, none, axis) for each in (params, ties)]
+        tied = {name: each for name, each in params.items() if name != "unembedding"}
+        following = [llama.next_tokens(each, hidden, every_row, none, axis) for each in (params, ties, tied)]
         return (llama.logits(params, hidden, axis), *following), caches
 
     caches = tuple(KVCache.allocate(spec, 4) for _ in range(2))

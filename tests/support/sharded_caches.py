@@ -915,12 +915,12 @@ def check_latents() -> None:
         results += tuple((jax.jit(ragged)(*packed, cache, TABLE, LENS, rows),) for cache in written)
         for got, expected in zip(results[0] + results[2], results[1] + results[3], strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-        starts = np.array([2, 0, 8, 0], np.int32)
         gather = functools.partial(gather_mla, num_tokens=20, layer=1)
         cu_seq_lens = np.array([0, 9, 13, 14, 14], np.int32)
-        gathered = [jax.jit(gather)(cache, TABLE, cu_seq_lens, seq_starts=starts) for cache in written]
-        for got, expected in zip(*gathered, strict=True):
-            assert_same_bytes(np.asarray(got), np.asarray(expected))
+        for starts in ([2, 0, 8, 0], [-3, 2**31 - 2, 8, 0]):  # negative ones are 0, others past every table
+            gathered = [jax.jit(gather)(cache, TABLE, cu_seq_lens, seq_starts=np.int32(starts)) for cache in written]
+            for got, expected in zip(*gathered, strict=True):
+                assert_same_bytes(np.asarray(got), np.asarray(expected))
         if TENSOR > 1:
             with pytest.raises(KVCacheValueError, match=r"latents .* expected one that divides blocks .* alone"):
                 KVCache.allocate(spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P(None, None, "tensor")))

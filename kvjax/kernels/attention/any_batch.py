@@ -135,7 +135,8 @@ class BatchKind:
       num_layers: layers whose pages lie next to each other in a block, one of which a call selects; None for one.
       tree: as in `Problem`.
       joined_query: over latents, whether both parts of a row of the query lie next to each other, in an array of
-        `head_size` columns. The kernel's arguments for them are then the array and, from its part on, the array.
+        `head_size` columns. The kernel for few rows then takes this array alone, the kernel of `wgmma` also the array
+        from the second part on. Otherwise they are two contiguous arrays.
     """
 
     spec: AttentionSpec

@@ -30,11 +30,13 @@ COPY_BYTES = 16
 """Maximum bytes of a thread's copy, and alignment of sizes and addresses of bulk copies."""
 
 PADDED_BYTES = 256
-"""Bytes of a token's values, over all heads, from which on padding is worth one bulk copy per pair of tokens."""
+"""Bytes of a token's values, over the heads of a thread block, from which on padding is worth one bulk copy per pair of
+tokens; twice as many for up to `FEW_HEADS` heads of values with block scales.
+
+Their kernels are bound by instructions, and a tile takes as many copies whatever the number of heads.
+"""
 
 FEW_HEADS = 4
-"""With up to so many heads, values with block scales are padded from twice as many bytes on: instructions bound their
-kernels, and the copies of few heads are as many as those of eight."""
 
 
 class PageArray(NamedTuple):

@@ -23,9 +23,8 @@ class AnyLatentBatch(AnyBatch):
     """Attention over latents, for any number of sequences and blocks.
 
     Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
-    read the values' pages and v_scale, which are the keys'. For rope keys there is a second query, in an array of its
-    own, both contiguous, or (`joined_query`) in that of the first, which the kernel for few rows gets alone. That of
-    `wgmma` takes them contiguous and of the dtypes of its arguments.
+    read the values' pages and v_scale, which are the keys'. The query's arguments are `query_arguments`: the kernel of
+    `wgmma` wants both parts in the dtypes of products, and contiguous rows.
     """
 
     joined_query: bool = False

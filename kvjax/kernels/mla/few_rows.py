@@ -237,7 +237,7 @@ class FewRows(StageLoop[Factors]):
         if self.refs.query_pe is ABSENT:  # the parts of a row lie next to each other
             first = first + rank if of_rope else first
             return Place(self.refs.query, sequence * a_sequence, (a_token, rank + rope), first)
-        if of_rope:  # the strides are those of the other array, and both are contiguous
+        if of_rope:  # `query_strides` are those of the other array; this one is contiguous
             a_token = self.problem.num_heads * rope
             return Place(self.refs.query_pe, sequence * (self.problem.q_len * a_token), (a_token, rope), first)
         return Place(self.refs.query, sequence * a_sequence, (a_token, rank), first)

@@ -38,7 +38,10 @@ def rows_shape(problem: Problem, config: Config, rows: Number) -> tuple[Number, 
 
 
 def query_arguments(problem: Problem, config: Config, *, joined: bool) -> list[Argument]:
-    """The arguments for the parts of a query: elements in any order, for the kernel of `wgmma` rows."""
+    """The arguments for the parts of a query: flat for the kernel of few rows, rows for that of `wgmma`.
+
+    `joined` is as `BatchKind.joined_query`.
+    """
     spec = problem.spec
     if isinstance(config, DecodeConfig):
         sizes = [spec.head_size] if joined else spec.part_sizes
