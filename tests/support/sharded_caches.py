@@ -921,6 +921,9 @@ def check_latents() -> None:
             gathered = [jax.jit(gather)(cache, TABLE, cu_seq_lens, seq_starts=np.int32(starts)) for cache in written]
             for got, expected in zip(*gathered, strict=True):
                 assert_same_bytes(np.asarray(got), np.asarray(expected))
+        # The second block of the first sequence is in the other half.
+        elsewhere = gather(written[0], np.int32([[1, 4], [2, 0], [6, 3], [7, 0]]), cu_seq_lens)[0]
+        assert np.flatnonzero(np.asarray(elsewhere, np.float32).any(axis=1)).tolist() == [*range(9, 14)]
         if TENSOR > 1:
             with pytest.raises(KVCacheValueError, match=r"latents .* expected one that divides blocks .* alone"):
                 KVCache.allocate(spec, NUM_BLOCKS, sharding=NamedSharding(MESH, P(None, None, "tensor")))
