@@ -391,7 +391,7 @@ def next_tokens(
     last = jnp.maximum(jnp.asarray(step.cu_q_lens)[1:] - 1, 0)
     own = _own_logits(params, hidden[last])
     following = jnp.argmax(own, axis=-1).astype(jnp.int32)
-    if _divides_logits(params, axis):  # each device sends its likeliest token, not its logits
+    if _divides_logits(params, axis):  # exchange the likeliest token of each device instead of all logits
         token = following + jax.lax.axis_index(axis) * own.shape[-1]
         largest, tokens = jax.lax.all_gather((jnp.max(own, axis=-1), token), axis)
         following = jnp.take_along_axis(tokens, jnp.argmax(largest, axis=0)[None], axis=0)[0]

@@ -231,10 +231,10 @@ def test_eight_rows_of_values_are_read_at_once(dtype, head_size, alignment):
         (BF16, 1, 128, True),
     ],
 )
-def test_values_of_few_heads_are_padded_if_they_are_long(
+def test_values_are_padded_from_a_minimum_size_per_token(
     dtype: KVCacheDType, num_kv_heads: int, head_size: int, is_padded: bool
 ):
-    """Of NVFP4 from 512 bytes of a token on, of other dtypes from 256."""
+    """NVFP4 values of up to four heads are padded from 512 bytes per token, all others from 256."""
     stage = layout_of(simple_spec(dtype, block_size=16, num_kv_heads=num_kv_heads, head_size=head_size))
     assert stage.interleaved == is_padded
     assert (len(stage.chunks) > 1) == is_padded

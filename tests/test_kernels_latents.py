@@ -96,8 +96,8 @@ def test_an_interpreted_gather_has_the_bits_of_xla(name: str, sizes: tuple[int, 
     assert_same_gather(spec_of(name, sizes), INPUT_DTYPES[input_dtype])
 
 
-def test_an_interpreted_gather_of_a_share_leaves_out_the_sequences_of_others():
-    """Whose starts are their ends, in arrays of their own."""
+def test_an_interpreted_gather_of_a_share_returns_zeros_for_sequences_of_other_shares():
+    """There, starts and ends are separate arrays, and a sequence of another share starts where it ends."""
     cache = poisoned(spec_of("nvfp4", (128, 16)))
     starts, ends = (jnp.asarray(x) for x in ([0, 16, 16], BOUNDS[1:]))
     arrays = jnp.asarray(TABLE), jnp.asarray(STARTS), starts, ends, None, jnp.float32(0.0371)

@@ -122,7 +122,7 @@ def test_interpreted_logits_and_weights_stay_exact_where_scales_leave_float16():
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "sizes", "q_len"), [("nvfp4", (128, 16), 2), ("fp8_ds_mla", (256, 16), 1)])
 def test_interpreted_kernels_of_a_launcher_match_float64(dtype, sizes, q_len):
-    """The kernels of a launcher, for any number of sequences and blocks, with space between tokens and sequences."""
+    """The kernels of a launcher, for any number of sequences and blocks, over tokens with gaps between them."""
     heads = 16 // q_len
     spec = spec_of(dtype, sizes, 16)
     problem = build(spec, SHORT)

@@ -106,8 +106,8 @@ def test_places_of_random_ranges_match_numpy(seed: int):
 
 
 @pytest.mark.parametrize("layer", [None, 1, 2, -1])
-def test_starts_and_ends_may_be_apart(layer: int | None):
-    """As in JAX of a cache of two layers, with a sequence of another share, which has no rows."""
+def test_starts_and_ends_may_be_separate_arrays(layer: int | None):
+    """As for a share of a divided cache in JAX, where a sequence of another share has no rows."""
     ranges = Ranges([[3, 1], [0, 2], [5, -1], [4, 6]], [5, 3, 4, 6], 20)
     starts, ends = ranges.bounds[:-1].copy(), ranges.bounds[1:]
     starts[1] = ends[1]

@@ -444,8 +444,8 @@ def test_checked_mode_names_the_first_invalid_value(run, given, changes, message
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
-def test_ranges_that_begin_before_token_0_or_past_int32_are_gathered_as_the_contract_says(implementation: str):
-    """A negative start is 0; a token past the block table is zeros, also where its position is no int32."""
+def test_gather_clamps_negative_starts_and_returns_zeros_past_the_block_table(implementation: str):
+    """Also for tokens whose position overflows int32."""
     spec = spec_of("bfloat16", (128, 16))
     kv_c, k_pe = (np.random.default_rng(0).standard_normal((24, size)).astype(np.float32) for size in spec.part_sizes)
     cache = concat_and_cache_mla(kv_c, k_pe, KVCache.allocate(spec, 3), np.arange(24, dtype=np.int32))

@@ -14,6 +14,8 @@ LANES = 32
 WARPS = 4
 THREADS = LANES * WARPS
 MAX_VECTOR_BYTES = 16
+SECTOR_WORDS = 8
+"""Words of four bytes in a sector, the unit of reads from memory."""
 
 
 def lane_layout(shape: Sequence[int], max_vector: int, *, min_vector: int = 1, whole_rows: bool = False) -> Layout:

@@ -18,13 +18,10 @@ from kvjax.kernels import compat, lanes
 from kvjax.kernels.aliases import Ref
 from kvjax.kernels.gather import Table
 from kvjax.kernels.launchable import ANY_LENGTH, AnyCount, Argument, Number, with_origin
-from kvjax.kernels.registers import THREADS
+from kvjax.kernels.registers import SECTOR_WORDS, THREADS
 
 _COUNTS = "num_rows", "num_seqs", "max_blocks", "table_stride", "last_block", "block_size"
 _RESULTS = "page", "token"
-
-SECTOR_ENTRIES = 8
-"""Numbers in a sector, the unit of reads from memory."""
 
 
 @functools.cache
@@ -66,7 +63,7 @@ def _find(table: Table, counts: Mapping[str, Number], arrays: Mapping[str, Ref])
     num_rows, num_seqs, num_known = counts["num_rows"], counts["num_seqs"], counts["num_known"]
     row = lax.axis_index("program") * THREADS + lanes.thread_index()
     is_row = row < num_rows
-    # What is read after the sequence is known comes to L2 while it is searched.
+    # The search for the sequence hides the latency of what is read next.
     _prefetch(arrays["firsts"], lanes.thread_index(), counts["num_firsts"])
     _prefetch(table.ref, row, (num_seqs - 1) * table.stride + table.max_blocks)
 
@@ -97,8 +94,8 @@ def _find(table: Table, counts: Mapping[str, Number], arrays: Mapping[str, Ref])
 
 
 def _prefetch(ref: Ref, sector: jax.Array, size: Number) -> None:
-    """Brings a sector's first element to L2, and with it the others, if it is one of the first `size` elements."""
-    first = sector * SECTOR_ENTRIES
+    """Prefetches a sector to L2, if it begins within the first `size` elements."""
+    first = sector * SECTOR_WORDS
     lanes.prefetch_global(ref, first, first < size)
 
 

@@ -185,7 +185,7 @@ def attend_last_tokens(
     """
     (block_table, seq_lens, stored), (sinks, mask) = read, others
     is_one_token = query[0].ndim == 3
-    # XLA drops what joins parts that a kernel takes apart, unless they are reshaped in between.
+    # XLA removes a concatenation that the kernel's caller splits again, unless a reshape lies between the two.
     parts = [part[:, None] if is_one_token else part for part in query]
     rows = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     num_seqs, q_len = rows.shape[:2]

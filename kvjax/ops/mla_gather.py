@@ -113,12 +113,12 @@ def gather_mla(
 
 def _as_int32(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.int32:
-        return array  # what serves the call takes negative numbers for 0
+        return array  # both implementations read negative numbers as 0
     return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
 
 
 def _after_last(firsts: jax.Array | None, lens: jax.Array) -> jax.Array:
-    """Returns the tokens after the last of ranges of so many tokens."""
+    """Returns the token after the last of each range, at most the largest int32."""
     if firsts is None:
         return lens
     firsts = jnp.maximum(firsts, 0)
@@ -130,10 +130,11 @@ class _Ranges(NamedTuple):
 
     Attributes:
       block_table: int32 `[num_seqs, max_blocks]`.
-      firsts: int32 `[num_seqs]`, the first token of each range, 0 for one below; None for zeros.
-      starts: int32, its first `num_seqs` elements are the first row of each sequence, in order; that after its last for
-        a sequence of another share.
-      ends: int32, its last `num_seqs` elements are the row after its last. So both may be the cumulative lengths.
+      firsts: int32 `[num_seqs]`, the first token of each range; negative ones are read as 0. None for zeros.
+      starts: int32 array whose first `num_seqs` elements are the first row of each sequence, in order. A sequence of
+        another share starts where it ends.
+      ends: int32 array whose last `num_seqs` elements are the row after the last of each sequence. Thus both may be
+        the cumulative lengths.
       layer: int32 `[]`, or None for a cache of one layer.
       scale: float32 `[]`.
     """
@@ -188,7 +189,7 @@ def _gather_mosaic(
     num_known, num_firsts, first_end = 0, 0 if ranges.firsts is None else num_seqs, ranges.ends.size - num_seqs
     find = any_places(num_layers=num_layers)
     places = dict.fromkeys(find.writes, jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
-    # Arguments of which the kernel reads no element.
+    # The kernel reads no element of these.
     none = {"sequences": ranges.ends} | ({"firsts": ranges.ends} if ranges.firsts is None else {})
     given = ranges._asdict() | none | places
     read = find.of_arrays((*counts, num_known, num_firsts, first_end), num_tokens, given)
@@ -254,7 +255,7 @@ def _joined(shares: jax.Array) -> jax.Array:
 def _own_sequences(
     spec: AttentionSpec, first_block: jax.Array, num_blocks: int, *args: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns a block table in a share's numbering, and no rows for a sequence of another share."""
+    """Returns the arguments for a share: its block numbers, and no rows for sequences of other shares."""
     block_table, firsts, starts, ends, *others = args
     after = _after_last(firsts, ends - starts)
     block_table, after = own_sequences(spec, first_block, num_blocks, block_table, after)

@@ -42,7 +42,7 @@ def main() -> None:
     def logits(params: Any, tokens: Any, step: Any, caches: Any, **part: Any) -> Any:
         hidden, caches = llama.forward(params, tokens=tokens, step=step, caches=caches, **part)
         axis = part["axis"]
-        # Where both devices have the same rows, the first of equal logits is the first device's.
+        # If both devices have the same rows, ties go to the first device.
         half = params["unembedding"][: config.vocab_size // NUMBER]
         same = jax.lax.all_gather(half, axis)[0] if axis else jnp.tile(half, (NUMBER, 1))
         ties = {**params, "unembedding": same}

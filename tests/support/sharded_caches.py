@@ -917,7 +917,7 @@ def check_latents() -> None:
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
         gather = functools.partial(gather_mla, num_tokens=20, layer=1)
         cu_seq_lens = np.array([0, 9, 13, 14, 14], np.int32)
-        for starts in ([2, 0, 8, 0], [-3, 2**31 - 2, 8, 0]):  # negative ones are 0, others past every table
+        for starts in ([2, 0, 8, 0], [-3, 2**31 - 2, 8, 0]):  # negative, and past every block table
             gathered = [jax.jit(gather)(cache, TABLE, cu_seq_lens, seq_starts=np.int32(starts)) for cache in written]
             for got, expected in zip(*gathered, strict=True):
                 assert_same_bytes(np.asarray(got), np.asarray(expected))

@@ -70,12 +70,12 @@ def places_call(plan: GatherPlan, tensors: RangeTensors) -> Call:
     key_cache, _, block_table, cu_seq_lens, token_to_seq, seq_starts, *_, dst = tensors
     (num_seqs, max_blocks), num_rows = block_table.shape, dst.shape[0]
     table, stride = choosing.table(block_table, tensors.num_blocks)
-    bounds = choosing.int32(cu_seq_lens, 0, choosing.INT32_MAX)  # the ends are in it from 1 on
+    bounds, first_end = choosing.int32(cu_seq_lens, 0, choosing.INT32_MAX), 1
     # What is not given is none of the rows' sequences, or of the sequences' first tokens; these arguments are not read.
     given = [bounds if x is None else choosing.int32(x, -1, choosing.INT32_MAX) for x in (token_to_seq, seq_starts)]
     num_given = [0 if x is None else size for x, size in ((token_to_seq, num_rows), (seq_starts, num_seqs))]
     last_block = min(tensors.num_blocks, choosing.INT32_MAX) - 1
-    counts = num_rows, num_seqs, max_blocks, stride, last_block, plan.cache.spec.block_size, *num_given, 1
+    counts = num_rows, num_seqs, max_blocks, stride, last_block, plan.cache.spec.block_size, *num_given, first_end
     places = key_cache.new_empty((2, num_rows), dtype=torch.int32)
     return Call(kernels.row_places_kernel(), counts, (table, bounds, bounds, *given, *places), num_rows)
 

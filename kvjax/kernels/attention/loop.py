@@ -20,10 +20,7 @@ from kvjax.kernels.attention.segments import Segments
 from kvjax.kernels.attention.softmax import State
 from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.warp import Warp
-from kvjax.kernels.registers import LANES, THREADS
-
-SECTOR_ENTRIES = 8
-"""Entries of a block table in a sector, the unit of reads from memory."""
+from kvjax.kernels.registers import LANES, SECTOR_WORDS, THREADS
 
 
 class StageTokens(NamedTuple):
@@ -91,7 +88,7 @@ class StageLoop[Query]:
     def prefetch_table(self, block: jax.Array) -> None:
         """Brings the block table, or its start, to L2 while the lengths are read, which lookups depend on."""
         problem = self.problem
-        entry = (block * (self.config.warps * LANES) + self.ring.thread) * SECTOR_ENTRIES
+        entry = (block * (self.config.warps * LANES) + self.ring.thread) * SECTOR_WORDS
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
         lanes.prefetch_global(self.refs.table, entry, entry < last)
 

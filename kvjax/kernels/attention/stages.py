@@ -30,11 +30,9 @@ COPY_BYTES = 16
 """Maximum bytes of a thread's copy, and alignment of sizes and addresses of bulk copies."""
 
 PADDED_BYTES = 256
-"""Bytes of a token's values, over the heads of a thread block, from which on padding is worth one bulk copy per pair of
-tokens; twice as many for up to `FEW_HEADS` heads of values with block scales.
-
-Their kernels are bound by instructions, and a tile takes as many copies whatever the number of heads.
-"""
+"""Minimum bytes of a token's values, over the heads of a thread block, for padding to be worth one bulk copy per pair
+of tokens. Twice as many for values with block scales and at most `FEW_HEADS` heads: instructions bound their kernels,
+and the number of copies does not depend on the number of heads."""
 
 FEW_HEADS = 4
 

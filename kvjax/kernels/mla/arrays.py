@@ -55,7 +55,7 @@ def decode(
     )
     batch = any_batch(kind, current())
     config = config or batch.config(*read.block_table.shape)
-    # XLA drops a concatenation of parts that is split again.
+    # If the parts were concatenated in the same program, XLA removes both the concatenation and this split.
     parts = [part for part in jnp.split(query, [spec.head_size_v], axis=-1) if part.shape[-1]]
     if not isinstance(config, DecodeConfig):
         parts = [_converted(part, dtype) for part, dtype in zip(parts, operand_dtypes(spec), strict=False)]
