@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVQuantMode
 
 from kvjax import UnsupportedError
 
-LAYOUTS = KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC
-"""Those with the rows of a block side by side. The first is preferred."""
+LAYOUTS = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC, KVCacheLayout.BLNHC
+"""Those with the rows of a block side by side. The first is preferred: with a head's tokens together, decoding over NVFP4
+takes 6% less time, and over other dtypes at most 1% more."""
 
 SCALE_BYTES = 4
 
