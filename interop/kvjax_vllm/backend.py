@@ -32,10 +32,36 @@ except ImportError as error:
     raise kvjax_vllm.other_interface(error) from error
 
 
-class KvjaxBackend(AttentionBackend):
-    """Causal attention over kvjax's pages, on GPUs of compute capability 9.0 or later; on a CPU for tests."""
+class PagesBackend(AttentionBackend):
+    """What kernels over pages of keys and values and over pages of latents have in common."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Multiples of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """9.0 and later."""
+        return capability.major >= 9
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: a batch is divided on the host."""
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Not those whose blocks are not contiguous."""
+        return LAYOUTS
+
+
+class KvjaxBackend(PagesBackend):
+    """Causal attention over kvjax's pages, on GPUs of compute capability 9.0 or later; on a CPU for tests."""
+
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         "auto",
         "float16",
@@ -49,7 +75,6 @@ class KvjaxBackend(AttentionBackend):
         "nvfp4_4over6",
         *kvjax_vllm.MIXED_DTYPES,
     ]
-    forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:
@@ -66,20 +91,10 @@ class KvjaxBackend(AttentionBackend):
         """The class that divides batches."""
         return KvjaxMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Multiples of 16 tokens."""
-        return [MultipleOf(16)]
-
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Multiples of 16, as kernels take; above 256 prompts are slow."""
         return head_size % 16 == 0
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """9.0 and later."""
-        return capability.major >= 9
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -95,11 +110,6 @@ class KvjaxBackend(AttentionBackend):
     def supports_per_head_quant_scales(cls) -> bool:
         """fp8 with a scale of each KV head."""
         return True
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a batch is divided on the host."""
-        return False
 
     @classmethod
     def supports_combination(
@@ -123,11 +133,6 @@ class KvjaxBackend(AttentionBackend):
         return None
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Not those whose blocks are not contiguous."""
-        return LAYOUTS
-
-    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The spec with the bytes of rows that are packed."""
         return packed_spec(spec)
@@ -137,12 +142,10 @@ FUSED_WRITE = "fuse_rope_kvcache_cat_mla"
 """A pass of vLLM's compilation that replaces a layer's write by vLLM's own operation."""
 
 
-class KvjaxMLABackend(MLACommonBackend):
+class KvjaxMLABackend(PagesBackend, MLACommonBackend):
     """Multi-head latent attention: vLLM's prefill, and kvjax's writes and kernels for sequences that decode."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-    forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:
@@ -159,25 +162,10 @@ class KvjaxMLABackend(MLACommonBackend):
         """The class that divides batches."""
         return KvjaxMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """Multiples of 16 tokens."""
-        return [MultipleOf(16)]
-
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """64, the size that kernels over latents were timed with."""
         return max(default_block_size, 64)
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        """9.0 and later; `supports_combination` knows what kernels there serve."""
-        return capability.major >= 9
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """No: a batch is divided on the host."""
-        return False
 
     @classmethod
     def supports_combination(
@@ -213,8 +201,3 @@ class KvjaxMLABackend(MLACommonBackend):
         query = Query(numpy_dtype(dtype), rows=heads * max_decode_query_len(vllm_config))
         gpu = Target.of(SimpleNamespace(compute_capability=device_capability.as_version_str()))
         return route(spec, query, gpu).why_no_decode_kernel
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Not those whose blocks are not contiguous."""
-        return LAYOUTS
