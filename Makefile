@@ -83,8 +83,8 @@ test-oldest-transformers: $(OLDEST_ENV)/.installed
 test-clients: $(patsubst %,test-client-%,$(if $(SGLANG_JAX),$(CLIENTS),$(filter-out sglang_jax,$(CLIENTS))))
 test-clients: ## other libraries over kvjax's caches: GBs to download (SGLANG_JAX=/path adds sglang-jax)
 
-fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, then random configurations (FUZZ_SECONDS=300 of each)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py $(ARGS)
+fuzz: $(DEV_ENV)/.installed $(FUZZ_ENV)/.installed ## random caches, latents and configurations (FUZZ_SECONDS=300 of each)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(DEV_ENV)/bin/python -m pytest -s tests/test_fuzz_cache.py tests/test_fuzz_mla.py $(ARGS)
 	@mkdir -p build
 	JAX_PLATFORMS=cpu $(FUZZ_ENV)/bin/python tools/fuzz_parsers.py \
 		-max_total_time=$(FUZZ_SECONDS) -timeout=20 -rss_limit_mb=4096 -artifact_prefix=build/

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -73,10 +75,11 @@ def check_ragged(problem: dict[str, Any], q_lens: list[int], unused: int) -> Non
     assert np.isneginf(lse[bounds[-1] :]).all()
 
 
-CHECKS = {
-    "last tokens": given(problems(), st.integers(1, 8))(check_last_tokens),
-    "ragged": given(problems(), st.lists(st.sampled_from([0, 1, 1, 5, 40]), min_size=1, max_size=4), st.integers(0, 3))(
-        check_ragged
+CHECKS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
+    "last tokens": (check_last_tokens, (problems(), st.integers(1, 8))),
+    "ragged": (
+        check_ragged,
+        (problems(), st.lists(st.sampled_from([0, 1, 1, 5, 40]), min_size=1, max_size=4), st.integers(0, 3)),
     ),
 }
 MOST = {"few": 8, "any": 60}
@@ -85,10 +88,12 @@ MOST = {"few": 8, "any": 60}
 @pytest.mark.parametrize("of", ["few", pytest.param("any", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", CHECKS)
 def test_attention_is_that_of_float64(name: str, of: str):
+    check, inputs = CHECKS[name]
     fuzz = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
     if not SECONDS:
-        settings(fuzz, derandomize=True, max_examples=MOST[of])(CHECKS[name])()
+        settings(fuzz, derandomize=True, max_examples=MOST[of])(given(*inputs)(check))()
         return
     start = time.monotonic()
     while time.monotonic() - start < SECONDS:
-        settings(fuzz, max_examples=10, phases=[Phase.generate])(CHECKS[name])()
+        settings(fuzz, max_examples=10, phases=[Phase.generate])(given(*inputs)(check))()
+        jax.clear_caches()

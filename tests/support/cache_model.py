@@ -23,6 +23,9 @@ A latent and its rope keys are the data of keys, `[1, bytes_per_token]`, and the
 
 Scales = tuple[np.ndarray | float, np.ndarray | float]
 
+LEAST_SCALE = 2.0**-117
+"""The least scale of a row whose products with codes are normal float32: the least code of e4m3 is `2**-9`."""
+
 
 @functools.cache
 def offsets(spec: AttentionSpec, half: int) -> list[np.ndarray]:
@@ -105,20 +108,27 @@ class CacheModel:
 
     def read(
         self, spec: AttentionSpec, half: int, table: np.ndarray, lengths: np.ndarray, scale: Scales, dtype: np.dtype
-    ) -> np.ndarray:
-        """What a gather of `dtype` gives: zeros from each length on, and where the table names no block."""
-        size = (spec.head_size, spec.head_size_v)[half]
-        dense = np.zeros((*table.shape, spec.block_size, spec.num_kv_heads, size), dtype)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What a gather of `dtype` gives: zeros from each length on, and where the table names no block.
+
+        And of which tokens and heads that is known: bytes that no write left may be a float32 scale that XLA on a CPU
+        flushes to zero, or whose products with codes it does.
+        """
+        size, part = (spec.head_size, spec.head_size_v)[half], reference.part(spec, half)
+        shape = *table.shape, spec.block_size, spec.num_kv_heads
+        dense, is_known = np.zeros((*shape, size), dtype), np.ones(shape, bool)
         for seq, length in enumerate(lengths):
             for position in range(min(length, table.shape[1] * spec.block_size)):
                 index, token = divmod(position, spec.block_size)
                 if not 0 <= (block := int(table[seq, index])) < len(self):
                     continue
                 rows = self._rows(spec, half, block, token)
-                dense[seq, index, token] = reference.cast(
-                    reference.decode(rows, reference.part(spec, half), scale), dtype
-                )
-        return dense.reshape(table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads, size)
+                dense[seq, index, token] = reference.cast(reference.decode(rows, part, scale), dtype)
+                if part.info.scale_dtype == np.float32:
+                    of_rows = np.abs(rows[1].copy().view(np.float32))
+                    is_known[seq, index, token] = ~((of_rows != 0) & (of_rows < LEAST_SCALE)).any(axis=-1)
+        whole = table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads
+        return dense.reshape(*whole, size), is_known.reshape(whole)
 
     def read_latents(
         self, spec: AttentionSpec, places: Iterable[tuple[int, int] | None], scale: Scales, dtype: np.dtype

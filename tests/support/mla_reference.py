@@ -50,7 +50,9 @@ def fp8_ds_mla(latent: np.ndarray) -> np.ndarray:
     A scale is the first power of two from 2^-13 on of which 448 are no less than the block's largest magnitude.
     """
     codes, scales = [], []
-    for block in latent.astype(np.float64).reshape(-1, 128):
+    with np.errstate(invalid="ignore"):  # a signaling NaN
+        blocks = latent.astype(np.float64).reshape(-1, 128)
+    for block in blocks:
         amax = np.abs(np.where(np.isnan(block), 0, block)).max()
         scale = next((2.0**k for k in range(-13, 128) if amax <= 448 * 2.0**k), np.inf)
         with np.errstate(invalid="ignore"):
