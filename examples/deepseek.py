@@ -4,8 +4,8 @@
 
 makes tiny models of random weights with transformers, generates tokens, and prints how far the logits are from those of
 transformers. Sequences that decode attend over latents: `W_UK` is absorbed into the query, `W_UV` follows attention.
-Prompts come in chunks: `ragged_attention` within the chunk over keys and values of each head, and over the context,
-whose latents are gathered in rounds and expanded; `merge_attention_states`.
+Prompts come in chunks: `ragged_attention` attends within the chunk over keys and values of each head, and over the
+context, whose latents are gathered in rounds and expanded. `merge_attention_states` joins the results.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Model:
         return 0.1 * self.rope.get(key, 0) * math.log(self.rope["factor"]) + 1 if is_yarn else 1.0
 
     def frequencies(self) -> np.ndarray:
-        """Of RoPE, `[qk_rope_head_dim / 2]`; YaRN divides low ones."""
+        """RoPE's frequencies, `[qk_rope_head_dim / 2]`; YaRN divides low ones."""
         rope, size = self.rope, self.config.qk_rope_head_dim
         base = rope["rope_theta"]
         plain = base ** (-np.arange(0, size, 2) / size)
@@ -71,7 +71,7 @@ class Model:
         return plain * (1 - divided) + plain / rope["factor"] * divided
 
     def rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotates neighbouring elements of `[num_tokens, heads, size]`; results have the first of all pairs first."""
+        """Rotates neighbouring elements of `[num_tokens, heads, size]`; returns all first elements, then all second."""
         angles = positions[:, None, None] * jnp.asarray(self.frequencies(), jnp.float32)
         factor = self.mscale("mscale") / self.mscale("mscale_all_dim")
         cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor

@@ -66,8 +66,8 @@ class Engine:
     Attributes:
       caches: written by the step, which they are donated to.
       host_caches: what `caches` do not hold; None without.
-      num_preempted: how often a request gave its blocks to others, and was moved to the host if it had room.
-      num_recomputed: how often it had none, so that the request starts again with all of its tokens.
+      num_preempted: how often a request gave its blocks to others, and was moved to the host if the host had room.
+      num_recomputed: how often the host had no room, so that the request starts again with all of its tokens.
 
     Args:
       run: starts a step, `(tokens, previous, step, caches, *, max_q_len, max_prompts) -> (following, caches)`. A token
@@ -104,7 +104,7 @@ class Engine:
     ) -> None:
         if host_caches is not None and windows is not None:
             raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
-        if host_caches is None and pool.num_host_blocks:  # blocks would come back that nothing was copied from
+        if host_caches is None and pool.num_host_blocks:  # the pool would load host blocks that nothing was copied to
             raise ValueError(f"host_caches: got None, expected caches of the pool's {pool.num_host_blocks} host blocks")
         if 0 < pool.num_states < max(num_seqs):
             raise ValueError(f"pool: got {pool.num_states} states, expected one for each of {max(num_seqs)} sequences")
@@ -168,7 +168,7 @@ class Engine:
             self._running.append(self._waiting.popleft())
 
     def _start_prefill(self, request: Request) -> None:
-        """Gives a request without blocks the cached ones of its tokens, which the host has read all."""
+        """Gives a request without blocks the cached blocks of its tokens, all of which the host has read."""
         request.prefill = [*request.prompt, *request.generated]
         request.sequence = self._pool.sequence(request.prefill)
 

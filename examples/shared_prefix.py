@@ -1,4 +1,4 @@
-"""Sequences with a common prefix, such as a system prompt, read it once: attends to it and to their own tokens apart.
+"""Reads a prefix that sequences share, such as a system prompt, once: attends to it and to their own tokens separately.
 
     python examples/shared_prefix.py                                       # small, on any machine
     python examples/shared_prefix.py --sequences=64 --prefix=8192 --own=256 --heads=32 --kv-heads=8 --head-size=128

@@ -6,9 +6,9 @@ The tokens are those of decoding without drafts. Drafts here come from the text 
 followed the last time that its last tokens occurred. Any function from known tokens to guesses will do, such as a
 smaller model. The order of the calls on a sequence, for each step:
 
-1. `append` makes room for the last known token and its drafts. A pool that knows windows frees what they have passed,
-   seen from the first of these. In another, call `free_before(num_tokens - window + 1)` now, before `append`: seen from
-   the drafts, blocks would be freed that a shorter sequence needs again.
+1. `append` makes room for the last known token and its drafts. A pool that knows windows frees the blocks that they
+   have passed at the first of these tokens. With another pool, call `free_before(num_tokens - window + 1)` now, before
+   `append`: counted from the drafts, it would free blocks that a shorter sequence needs again.
 2. The step writes all of them, and gives the token that follows each.
 3. `truncate` takes back the drafts from the first wrong one on.
 4. `commit` makes known those that stay. A rejected draft is never committed.
@@ -27,7 +27,7 @@ import kvjax
 from examples import llama
 
 type Draft = Callable[[Sequence[int], int], Sequence[int]]
-"""`(known tokens, at most so many) -> guesses of the next ones`."""
+"""`(known tokens, most guesses) -> guesses of the next ones`."""
 
 
 def lookup(known: Sequence[int], most: int, *, ngram: int = 2) -> Sequence[int]:

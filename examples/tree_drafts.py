@@ -7,11 +7,11 @@ tokens are still those of decoding without drafts. A tree is a list of tokens, p
 the last known token. The order of the calls, for each step:
 
 1. `append` makes room for the tree of each sequence; they may have different sizes.
-2. The step writes the trees, and gives the token that follows each row. A row's position, for RoPE, is its depth in the
-   tree after that of the last known token. Its slot is that of its place in the list, and `tree_mask` hides all but its
-   ancestors.
-3. The longest path is accepted whose every token is what follows its parent. Its rows are written again, to the slots
-   that their positions have. Keys need no other rotation.
+2. The step writes the trees, and gives the token that follows each row. A row's position, for RoPE, is that of the last
+   known token plus the row's depth in the tree. Its slot is that of its place in the list, and `tree_mask` hides all
+   but its ancestors.
+3. The longest path in which every token is the one that follows its parent is accepted. Its rows are written again, to
+   the slots that their positions have. Keys need no other rotation.
 4. `truncate` takes back what follows the path, and `commit` makes it known.
 
 A sliding window counts from a row's position too, its depth: the row sees what it would without the other branches.
@@ -32,7 +32,7 @@ from examples import llama
 from examples.speculative import Speculator, lookup
 
 type Branches = Callable[[Sequence[int], int], Sequence[Sequence[int]]]
-"""`(known tokens, at most so many) -> guesses of the next ones, in several ways`, which may begin alike."""
+"""`(known tokens, most guesses) -> guesses of the next ones, in several ways`, which may begin alike."""
 
 
 class Tree(NamedTuple):

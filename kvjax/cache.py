@@ -68,10 +68,10 @@ class KVCache:
 
     Caches compare and hash by identity; to compare contents, compare the bytes of `kv`.
 
-    A cache that is divided among devices declares it in `sharding`, since its traced array does not show it. Each
-    device holds a cache of its own blocks and heads, of `local_spec`; `kv` is their concatenation. Inside a
-    `jax.shard_map` over these axes, with `in_specs=cache.partition_specs`, a cache is the device's own share, and slots
-    and block numbers count within it.
+    A cache that is divided among devices declares the division in `sharding`, because its traced array does not show
+    it. Each device holds a cache of its own blocks and heads, with the spec `local_spec`; `kv` is the concatenation of
+    these. Inside a `jax.shard_map` over these axes, with `in_specs=cache.partition_specs`, a cache is the device's own
+    share, and slots and block numbers count within it.
 
     Attributes:
       kv: `spec.array_dtype` array of shape `spec.cache_shape(num_blocks, num_layers)`.
@@ -84,7 +84,7 @@ class KVCache:
       v_scale: the same for the values.
     """
 
-    # Stored as `jit` flattens and unflattens them, for every layer in each step. The fields read from these.
+    # Stored in the form to which `jit` flattens a cache, for every layer in each step. The fields read from these.
     __slots__ = ("_leaves", "_static")
 
     kv: _ReadOnly[jax.Array] = _ReadOnly(lambda cache: cache._leaves[0])
@@ -129,15 +129,15 @@ class KVCache:
 
         `k_scale` and `v_scale` are the cache's decode scales: numbers or arrays of the attributes' shapes, as
         `load_kv_scales` and `calibrate` return for a layer and `KVScales.stack` for several. They are copied to the
-        pages' devices, per-head scales divided as the heads are. Default: 1. The scale of keys or values whose dtype
-        takes none (`KVCacheDType.takes_scale` of its part) is checked and dropped. Latents (MLA)
-        have one scale, `k_scale`; their `v_scale` is dropped.
+        pages' devices, per-head scales divided as the heads are. Default: 1. If the dtype of the keys or values takes
+        no scale (`KVCacheDType.takes_scale` of that part), theirs is checked and dropped. Latents (MLA) have one scale,
+        `k_scale`; their `v_scale` is dropped.
 
         Raises:
           KVCacheTypeError, KVCacheValueError: `num_blocks` or `num_layers` is not a positive int, `spec` is not an
             `AttentionSpec`, `sharding` divides other dimensions, or a scale has an invalid type or shape or is not
             between `MIN_SCALE` and `MAX_SCALE`.
-          UnsupportedError: `sharding` is of memory that no operation takes.
+          UnsupportedError: `sharding` is in memory that no operation supports.
           KVCacheMemoryError: not enough memory; the message says how much was requested and how many pages fit.
         """
         if not isinstance(spec, AttentionSpec):
@@ -238,7 +238,7 @@ class KVCache:
     def check(self, what: str = "cache") -> None:
         """Raises `KVCacheTypeError` or `KVCacheValueError` if `kv` does not match `spec` and `sharding`.
 
-        Likewise for a scale of an invalid type or shape. `what` names the cache in the message.
+        Also checks the types and shapes of scales. `what` names the cache in the message.
         """
         if not isinstance(self.kv, jax.Array):
             raise KVCacheTypeError(f"{what}.kv: got {kind_of(self.kv)}, expected a jax.Array{for_torch(self.kv)}")
@@ -366,7 +366,7 @@ def _scale_leaf(what: str, scale: Any, spec: AttentionSpec, num_layers: int | No
     if not _part_of(what, spec).takes_scale or (spec.is_mla and what == "v_scale"):
         return None
     check_scale_shape(what, scale, spec, num_layers)
-    return jnp.array(scale, jnp.float32)  # a copy, for it is donated with the cache
+    return jnp.array(scale, jnp.float32)  # a copy, because it is donated with the cache
 
 
 def local_view(cache: KVCache, what: str = "cache") -> KVCache:

@@ -54,8 +54,9 @@ def calibrate(
       for NVFP4. No sample is clamped.
     - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64. Larger values
       are clamped; all others are stored in finer steps.
-    - `"mse"`: of 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24, the largest whose sum of
-      squared errors, of samples stored and read back, is within 0.01% of the least. Reads the samples twice.
+    - `"mse"`: tries 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24. For each it sums the
+      squared errors of the samples after they are stored and read back. It takes the largest scale whose sum is within
+      0.01% of the least. Reads the samples twice.
 
     Unquantized layers get 1; their samples are checked like those of others. Batches go through jitted functions, which
     compile once per shape. Device memory for the results is at most 33 numbers per scale, 40 KiB for a percentile.
@@ -110,7 +111,7 @@ def calibrate(
 class _Tensor(NamedTuple):
     """The keys (`kv_index` 0) or the values (1) of a layer, or its latents (0) or rope keys (1).
 
-    Rope keys of the latents' dtype are some more elements of these.
+    If rope keys have the latents' dtype, they count as further elements of the latents.
     """
 
     layer: int
@@ -127,7 +128,7 @@ class _Tensor(NamedTuple):
         return self.spec.parts[self.kv_index]
 
     def of(self, what: str, sample: tuple[Any, Any]) -> jax.Array:
-        """Returns what a layer's sample, `(key, value)` or `(kv_c, k_pe)`, has of this, `[..., heads, elements]`."""
+        """Returns this tensor of a layer's sample, `(key, value)` or `(kv_c, k_pe)`, as `[..., heads, elements]`."""
         if not self.spec.is_mla:
             row = {"num_kv_heads": self.spec.num_kv_heads, "head_size": self.spec.head_sizes[self.kv_index]}
             return _checked(f"{what}, {self}", sample[self.kv_index], row)
@@ -164,8 +165,8 @@ def _read(
 ) -> dict[_Tensor, tuple[np.ndarray, ...]]:
     """Runs all batches through `update`; waits for the device only at the end.
 
-    Tensors without a scale have no state. They are checked, because a wrong layer or an overflow in the model, which
-    may be seen in these alone, makes the scales of all layers doubtful.
+    Tensors without a scale have no state. They are checked too: a wrong layer or an overflow in the model may show in
+    these alone, and makes the scales of all layers doubtful.
     """
     states = {tensor: start(tensor) for tensor in tensors if tensor.dtype.takes_scale}
     largest: dict[_Tensor, _State] = {
@@ -319,7 +320,7 @@ def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool
 
     def squared_error(scale: jax.Array) -> jax.Array:
         scale = scale[:, None] if per_head else scale[0]
-        # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
+        # Without the barrier, XLA on GPUs would cancel the conversions to float8 and back.
         stored = lax.optimization_barrier(encode_rows(x, dtype, scale))
         read = decode_rows(stored, dtype, scale, np.dtype(np.float32))
         error = jnp.where(jnp.isnan(x), 0.0, read - x.astype(jnp.float32))

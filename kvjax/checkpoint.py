@@ -20,8 +20,8 @@ _OVERRIDE = "pass a kv_cache_dtype to override the checkpoint's"
 class DeclaredKVCache:
     """A checkpoint's KV cache.
 
-    `dtype`: that of every layer, None if they differ. `per_head_scales`: whether the checkpoint holds a scale per KV
-    head. `layers`: if they differ, dtypes by the model's layer indices; layers not listed are unquantized.
+    `dtype`: the dtype of every layer, None if they differ. `per_head_scales`: whether the checkpoint holds a scale per
+    KV head. `layers`: if they differ, dtypes by the model's layer indices; layers not listed are unquantized.
     """
 
     dtype: KVCacheDType | None
@@ -171,7 +171,7 @@ def _is_quarks_fp8(output: Mapping[str, Any]) -> bool:
 
 
 def _read_scheme(scheme: Mapping[str, Any]) -> DeclaredKVCache:
-    """Reads compressed-tensors' `QuantizationArgs`; rejects whatever is unknown and changes how bytes decode."""
+    """Reads compressed-tensors' `QuantizationArgs`; rejects unknown settings that change how bytes decode."""
     dynamic, strategy = (_lower(scheme.get(key)) for key in ("dynamic", "strategy"))
     if dynamic not in (None, False, "local"):
         raise _unsupported(scheme, f"dynamic={shown(dynamic)} leaves the checkpoint without scales")

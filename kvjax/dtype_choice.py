@@ -29,11 +29,11 @@ from kvjax.scales import KVScales
 from kvjax.spec import AttentionSpec
 
 OVERFLOWS = 1e30
-"""The error of a dtype whose values overflow: finite, as sums that exceed a budget are not."""
+"""Replaces the error of a dtype whose values overflow. It is finite; infinity marks sums that exceed the budget."""
 
 
 class ErrorMeasure(enum.StrEnum):
-    """What a choice of layers' dtypes minimizes the sum of."""
+    """The error of a layer; a choice of dtypes minimizes its sum over the layers."""
 
     ATTENTION = enum.auto()
     """The relative error of each layer's attention."""
@@ -45,7 +45,7 @@ type Sequences = Iterable[Iterable[Iterable[ArrayLike]]]
 """Sequences, each with `(query, key, value)` of every layer."""
 
 type ErrorOf = Callable[[int | str, KVCacheDType, bool], float]
-"""The error with one layer of a dtype, by the layer's index, its dtype, and whether its keys are rotated."""
+"""Returns the error with one layer stored in a dtype, given its index, the dtype, and whether its keys are rotated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,25 +79,26 @@ def choose_layer_dtypes(
     key_rotation: bool = False,
     error_of: ErrorOf | None = None,
 ) -> DTypeChoice:
-    """Chooses of `dtypes` one for each layer, with the least sum of errors that fits a budget.
+    """Chooses one of `dtypes` for each layer, with the least sum of errors that fits a budget.
 
-    Errors are those that `error_of` measures, such as the divergence of the model's predictions with that layer alone
-    quantized, or by default those of attention, which cost less to measure and say less of predictions. A layer's error
-    of attention is relative: with `o` its causal attention over the samples' keys and values and `o'` that over them
-    stored and read back, both in float32 with softmax's scale `head_size ** -0.5` and the layer's window,
+    `error_of` measures the errors, for example the divergence of the model's predictions with that layer alone
+    quantized. By default they are errors of attention, which cost less to measure but say less about predictions. A
+    layer's error of attention is relative. Let `o` be its causal attention over the samples' keys and values, and `o'`
+    its attention over the same keys and values stored and read back, both in float32 with the layer's window and
+    softmax's scale `head_size ** -0.5`. Then,
 
         error = sum((o' - o) ** 2) / sum(o ** 2)
 
     over all samples. Scales are those of `calibrate(method="amax")` on the same samples. The sum of errors over layers
     is minimized under `sum of the layers' bytes per token <= budget`, exactly: a knapsack with one dtype per layer,
-    solved by dynamic programming over bytes. Of equal sums, the choice with fewer bytes. A dtype whose values overflow
-    has an infinite error, and is chosen only where no other fits.
+    solved by dynamic programming over bytes. Of choices with equal sums, the one with fewer bytes is returned. A dtype
+    whose values overflow has an infinite error, and is chosen only where no other fits.
 
     Soft caps, sinks and other scales of the softmax are not part of the error of attention.
 
     With `key_rotation`, a layer whose keys are quantized may also have its queries and keys rotated by
-    `hadamard_transform`, where its error is smaller so. The model rotates them, in the layers of the result's
-    `key_rotation`, and its scales are those of rotated keys. The samples here are never rotated.
+    `hadamard_transform`, if that makes its error smaller. The model must rotate them in the layers of the result's
+    `key_rotation`, and use scales of rotated keys there. The samples here are never rotated.
 
     Args:
       model: its layers.
@@ -109,8 +110,8 @@ def choose_layer_dtypes(
       bytes_per_token: the budget in bytes of all layers, instead of `bits`.
       key_rotation: whether layers may have rotated keys. Samples are then read four times for each dtype.
       error_of: a function of a layer's index, a dtype, and whether its keys are rotated, that returns the error: 0 or
-        more, infinite for what must not be chosen. It is called once for each, and with True only with `key_rotation`,
-        for dtypes whose keys are quantized.
+        more, infinite for what must not be chosen. It is called once for each combination; with True only if
+        `key_rotation` is set, and only for dtypes whose keys are quantized.
 
     Raises:
       KVCacheValueError: no dtype, no sample, samples that do not match the layers, or whose attention is not finite;
@@ -167,11 +168,11 @@ def choose_layer_dtypes(
 
 
 def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
-    """Returns the index of each layer's dtype, `[layers]`, of the least sum of errors with costs up to `budget`."""
+    """Returns the index of each layer's dtype, `[layers]`, with the least sum of errors whose costs fit `budget`."""
     errors = np.where(np.isfinite(errors), errors, OVERFLOWS)
     unit = int(np.gcd.reduce(costs, axis=None))
     costs, capacity = costs // unit, min(budget // unit, int((costs // unit).max(axis=1).sum()))
-    best = np.zeros(capacity + 1)  # the least sum of the layers so far that cost at most as much
+    best = np.zeros(capacity + 1)  # by cost: the least sum of errors of the layers so far within it
     chosen = np.empty((len(costs), capacity + 1), int)
     for layer, (of_layer, of_dtypes) in enumerate(zip(errors, costs, strict=True)):
         sums = np.full((len(of_layer), capacity + 1), np.inf)
@@ -240,7 +241,7 @@ def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, ro
 
     def stored() -> Iterable[list[tuple[Any, Any]]]:
         for sequence in checked():
-            # In float32, for rotated elements may exceed float16: then the error is infinite, and not an error raised.
+            # In float32, because rotated elements may exceed float16: the error is then infinite, instead of raised.
             yield [
                 (hadamard_transform(jnp.asarray(key, jnp.float32)) if is_rotated else key, value)
                 for (_, key, value), is_rotated in zip(sequence, has_rotation, strict=True)
@@ -299,12 +300,12 @@ def _check(what: str, layer: tuple[Any, ...], spec: AttentionSpec) -> None:
 def _squares(
     query: jax.Array, key: jax.Array, value: jax.Array, scales: KVScales, *, spec: AttentionSpec, rotates: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of squares of the error of attention, with rotated queries and keys if so, and of attention."""
+    """Returns sums of squares: of attention's error, with rotated queries and keys if `rotates`, and of attention."""
     exact = _attention(query, key, value, spec.sliding_window)
-    if rotates:  # which rounds to the dtype of the samples, as in the model
+    if rotates:  # the rotation rounds to the samples' dtype, as in the model
         query, key = hadamard_transform(query), hadamard_transform(key)
     keys, values = (
-        # XLA on GPUs would cancel conversions to float8 and back, but for the barrier.
+        # Without the barrier, XLA on GPUs would cancel the conversions to float8 and back.
         decode_rows(lax.optimization_barrier(encode_rows(x, part, scale)), part, scale, np.dtype(np.float32))
         for x, part, scale in zip((key, value), spec.dtype.parts, scales, strict=True)
     )

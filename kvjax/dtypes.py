@@ -42,7 +42,7 @@ class KVCacheDType(enum.Enum):
     INT8_K_NVFP4_4OVER6_V = "int8_k_nvfp4_4over6_v"
     FP8_DS_MLA = "fp8_ds_mla"
 
-    __hash__ = object.__hash__  # members are compared by identity; Enum's is Python, and every call hashes specs
+    __hash__ = object.__hash__  # compared by identity; Enum's hash is Python code, and every call hashes specs
 
     @functools.cached_property
     def info(self) -> DTypeInfo:
@@ -63,7 +63,7 @@ class KVCacheDType(enum.Enum):
     def byte_format(self) -> KVCacheDType:
         """The dtype of the stored bytes, which is all that readers need to know.
 
-        That with `NVFP4` for `NVFP4_4OVER6`, which only chooses block scales differently when writing.
+        This dtype with `NVFP4` in place of `NVFP4_4OVER6`, which differs only in how writes choose block scales.
         """
         return _BYTE_FORMATS.get(self, self)
 
@@ -88,7 +88,7 @@ class KVCacheDType(enum.Enum):
 
     @property
     def exact_in(self) -> np.dtype | None:
-        """The 16-bit dtype that holds stored keys and values exactly, without the layer's scales; None without one."""
+        """The 16-bit dtype that holds stored keys and values exactly, without the layer's scales, or None."""
         keys, values = (part.info.exact_in for part in self.parts)
         return keys if keys == values else None
 
@@ -258,8 +258,8 @@ STORED_KV_CACHE_DTYPES: tuple[KVCacheDType, ...] = tuple(
 def check_exact_in(name: str, parts: Sequence[DTypeInfo]) -> None:
     """Checks that 16 bits hold keys and values with scales of blocks, whatever a query's dtype.
 
-    Where `KVCacheDType.exact_in` is None, attention to prompts rounds them to the query's dtype. With scales of blocks
-    they may exceed float16, unless it holds them exactly: then bfloat16 has their range too.
+    Where `KVCacheDType.exact_in` is None, attention to prompts rounds keys and values to the query's dtype. Those with
+    scales of blocks may exceed float16's range, unless float16 holds them exactly; bfloat16 then has their range too.
 
     Raises:
       UnsupportedError: 16 bits do not hold them; the message has the name.
@@ -290,7 +290,7 @@ def parse_kv_cache_dtype(name: str | KVCacheDType) -> KVCacheDType:
 def parse_dtype_of(what: str, name: object, stored: Collection[KVCacheDType] = tuple(KVCacheDType)) -> KVCacheDType:
     """Returns what `parse_kv_cache_dtype` does, for the argument that messages name `what`.
 
-    They list the names of `stored`, the dtypes that the caller takes.
+    Messages list the names of `stored`, the dtypes that the caller takes.
     """
     if isinstance(name, KVCacheDType):
         return name

@@ -35,7 +35,7 @@ class OutOfBlocksError(KVCacheMemoryError):
       num_needed: blocks requested.
       num_free: free blocks.
       num_blocks: blocks of the pool.
-      what: "blocks"; or what else the pool is out of and the numbers count, such as "states".
+      what: what the pool has run out of and the numbers count: "blocks", or for example "states".
     """
 
     def __init__(self, num_needed: int, num_free: int, num_blocks: int, what: str = "blocks") -> None:

@@ -46,7 +46,7 @@ class ExactWindow:
     Attributes:
       ring: the tokens, `blocks_per_row` blocks for each row.
       size: tokens that a query attends to in the ring, its own included.
-      max_q_len: most new tokens of a sequence in a step that attends over the ring itself: 1, and 1 for each draft.
+      max_q_len: most new tokens of a sequence in a step that attends over the ring itself: 1 plus the number of drafts.
     """
 
     ring: KVCache
@@ -68,7 +68,7 @@ class ExactWindow:
 
         Args:
           spec: the cache's.
-          num_rows: sequences that it holds tokens of.
+          num_rows: number of sequences whose tokens it holds.
           size: tokens that a query attends to, any positive number.
           max_q_len: as the attribute. Steps with longer chunks are served too, over a copy. Up to `max_q_len` of a
             step's tokens can be truncated after it.
@@ -124,17 +124,18 @@ def fill_exact_window(
     v_scale: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> ExactWindow:
-    """Fills rows of a window from pages: with what these hold of the last tokens before a step's first.
+    """Fills rows of a window from pages, with the last tokens before a step's first new token.
 
-    For sequences whose last tokens are in the cache alone: after a prefix hit, a swap or a fork, or if their row was
-    given to another sequence. Call it before the step that attends with these rows; `WindowRows.assign` says which.
+    This is for sequences whose last tokens are only in the cache: after a prefix hit, a swap or a fork, or if their row
+    was given to another sequence. Call it before the step that attends with these rows; `WindowRows.assign` returns the
+    rows to fill.
 
-    Under `jit` with the window donated it is in place. Each size of the metadata is compiled once, whatever the number
-    of rows to fill.
+    Under `jit` with the window donated, it is written in place. Each size of the metadata is compiled once, whatever
+    the number of rows to fill.
 
     Args:
       exact_window: of the same layers and heads as the cache.
-      cache: with the tokens before the step's new ones. Those in no block, behind a sliding window, read as zeros.
+      cache: with the tokens before the step's new ones. Tokens in no block, behind a sliding window, read as zeros.
       metadata: the step's sequences; `window_rows` is not read.
       rows: int32 `[num_seqs]`, the row to fill for each sequence; -1 for none.
       layer: the layer in a cache of several, as in `gather_kv`.
@@ -194,13 +195,13 @@ def copy_window_rows(exact_window: ExactWindow, pairs: ArrayLike, *, donate: boo
 
 
 def check_is_window(exact_window: Any) -> None:
-    """Raises if it is no `ExactWindow`."""
+    """Raises if `exact_window` is not an `ExactWindow`."""
     if not isinstance(exact_window, ExactWindow):
         raise KVCacheTypeError(f"exact_window: got {kind_of(exact_window)}, expected an ExactWindow")
 
 
 def check_window(exact_window: Any, cache: Any, metadata: Any) -> None:
-    """Raises if a window is none of this cache, or the metadata are none."""
+    """Raises if `exact_window` is not a window of this cache, or `metadata` is not a `StepMetadata`."""
     check_is_window(exact_window)
     check_cache(cache)
     check_cache(exact_window.ring, "exact_window.ring")

@@ -19,14 +19,14 @@ MAX_BYTES = 2**63 - 1
 
 
 PINNED = "pinned_host"
-"""JAX's memory kind of host memory that a GPU reads and writes by itself."""
+"""JAX's memory kind for host memory that a GPU reads and writes directly."""
 
 
 def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
     """Returns a `sharding` for `KVCache.allocate` in host memory, for pages that `swap_blocks` moves off a GPU.
 
-    It is memory of kind `"pinned_host"`, which belongs to a GPU as its own memory does. On a CPU it is the memory that
-    there is.
+    It is memory of kind `"pinned_host"`, which belongs to a GPU as its own memory does. On a CPU it is the CPU's own
+    memory.
 
     Args:
       like: the device or the sharding of the cache on the GPU, `cache.kv.sharding`, so that each GPU moves what it
@@ -62,7 +62,7 @@ def refuse_pinned(what: str, kv: jax.Array) -> None:
 
 
 def check_pinned(what: str, sharding: Sharding) -> None:
-    """Raises `UnsupportedError` for pinned memory in which no cache may be."""
+    """Raises `UnsupportedError` for pinned memory that cannot hold a cache."""
     if sharding.memory_kind == PINNED and isinstance(sharding, NamedSharding) and any(sharding.spec[:1]):
         raise UnsupportedError(
             f"{what}: got {sharding.spec} in memory of kind {PINNED!r}, expected blocks that are not divided: devices"
@@ -71,7 +71,7 @@ def check_pinned(what: str, sharding: Sharding) -> None:
 
 
 def check_memory(what: str, sharding: Sharding) -> None:
-    """Raises `UnsupportedError` for memory in which no cache may be: neither its devices' default nor pinned memory."""
+    """Raises `UnsupportedError` for memory that cannot hold a cache: neither its devices' default nor pinned memory."""
     kind = sharding.memory_kind
     if kind not in (None, PINNED):
         devices: Iterable[Any] = sharding.addressable_devices
@@ -99,7 +99,7 @@ def as_sharding(what: str, sharding: Any) -> Sharding | None:
 
 
 def zeroed_pages(spec: AttentionSpec, num_blocks: int, num_layers: int | None, sharding: Sharding | None) -> jax.Array:
-    """Returns the zeroed array of a cache of `num_blocks` pages, or of so many per layer, once it is allocated.
+    """Returns the zeroed array of a cache of `num_blocks` pages, or of that many per layer, once it is allocated.
 
     Raises:
       KVCacheMemoryError: a device has too little memory.

@@ -31,9 +31,9 @@ class AttentionKind(enum.StrEnum):
 class LayerKVConfig:
     """One layer's keys and values: `[num_kv_heads, head_size]` and `[num_kv_heads, head_size_v]` per token.
 
-    `sliding_window`: tokens that a query attends to, its own included; None for all. `is_mla`: whether they are those
-    of multi-head latent attention, as `MLAAttentionSpec` stores them: `num_kv_heads` is 1, a value is a token's latent,
-    its first `head_size_v` elements of the key; the rope key is the rest.
+    `sliding_window`: tokens that a query attends to, its own included; None for all. `is_mla`: whether the layer uses
+    multi-head latent attention, stored as in `MLAAttentionSpec`. `num_kv_heads` is then 1. The first `head_size_v`
+    elements of a key are the token's latent, which is also the value; the rest is the rope key.
     """
 
     num_kv_heads: int
@@ -115,8 +115,8 @@ class ModelKVConfig:
 
         Raises:
           KVCacheValueError: a missing or invalid key; the message names it and what is accepted. Also a model that
-            caches something other than its layers' keys and values (no tokens, also an encoder's, or more than keys and
-            values), or that has more than `MAX_LAYERS` layers.
+            caches something other than its layers' keys and values (no tokens, an encoder's tokens too, or more than
+            keys and values), or that has more than `MAX_LAYERS` layers.
           KVCacheTypeError: `config` is not a mapping.
 
         Warns:

@@ -72,7 +72,7 @@ class Partition:
         return dataclasses.replace(self, blocks=blocks, heads=heads)
 
     def spec_of(self, dims: str, ndim: int) -> PartitionSpec:
-        """Returns how an array is divided whose first `ndim` dimensions `dims` names; see `Signature`."""
+        """Returns the `PartitionSpec` of an array whose first `ndim` dimensions `dims` names; see `Signature`."""
         divided = {"heads": self.heads, "blocks": self.blocks, "sequences": self.blocks}
         return PartitionSpec(*(_entry(divided.get(name, ())) for name in dims.split()[:ndim]))
 
@@ -143,10 +143,10 @@ def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
 def local_sharding(
     what: str, kv: jax.Array, spec: AttentionSpec, sharding: NamedSharding | None, num_layers: int | None
 ) -> tuple[AttentionSpec, NamedSharding | None]:
-    """Returns the spec of a cache where it is traced, and how it is still divided there; None if it is not.
+    """Returns a cache's spec where it is traced, and how it is still divided there, None if it is not divided.
 
-    The one place that combines what determines a sharding: what the cache declares, or without that what its array's
-    type or placement shows; less the axes of a surrounding shard_map, which has already divided the cache over them.
+    Everything that determines a sharding is combined here: what the cache declares, or else what its array's type or
+    placement shows, without the axes of a surrounding shard_map, which has already divided the cache over them.
 
     Raises:
       KVCacheValueError: without a declared sharding, the array's is one that no cache has, or is ambiguous.
@@ -232,7 +232,7 @@ class Signature:
       arguments: of each array after the cache.
       results: of each returned array, as a tree; `CACHE` for the cache's.
       own: maps the arguments to a share's numbering of blocks; called with the share's spec, its first block, its
-        number of blocks and the arguments. None if they name no blocks.
+        number of blocks and the arguments. None if no argument contains block numbers.
     """
 
     arguments: tuple[str, ...]

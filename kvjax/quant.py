@@ -38,7 +38,7 @@ NOT_A_FLOAT32 = 1.0 + 2.0**-52
 
 
 def canonical_nan_bits(dtype: np.dtype) -> int:
-    """Returns the bits of the NaN that NVIDIA GPUs' convert instructions write: all of them but the sign.
+    """Returns the bits of the NaN that NVIDIA GPUs' convert instructions write: all of them except the sign are set.
 
     Every dtype conversion of a NaN produces this one.
     """
@@ -53,8 +53,8 @@ def exact_divide(x: jax.Array, divisor: ArrayLike) -> jax.Array:
     quotient of two 24-bit significands is never that close to the midpoint of two float32, where rounding could go
     wrong: for a 25-bit midpoint `m`, `a / b - m` is a non-zero multiple of a unit over `b`, at least `2**-49` of `m`.
 
-    LLVM narrows a float64 division that is only rounded to float32 to an inexact float32 division. The factor, which
-    differs from 1 in a float64's last bit only, prevents that.
+    If a float64 quotient is only rounded to float32, LLVM narrows the division to an inexact float32 division. The
+    factor, which differs from 1 only in a float64's last bit, prevents that.
     """
     with jax.enable_x64(True):
         divisor = _to(jnp.asarray(divisor, jnp.float32), np.float64)
@@ -100,7 +100,7 @@ def encode(x: jax.Array, dtype: KVCacheDType, scale: jax.Array) -> tuple[jax.Arr
 
 
 def decode(rows: Sequence[jax.Array], dtype: KVCacheDType, scale: jax.Array) -> jax.Array:
-    """Decodes rows that `encode` made: to float32, or unquantized ones unchanged."""
+    """Returns rows that `encode` made, decoded to float32, or unchanged if they are unquantized."""
     match dtype.byte_format:
         case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
             return rows[0]
@@ -165,14 +165,14 @@ def decode_per_token_head(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Encodes blocks of 128 along the last dimension as fp8 codes and one float32 scale each, as vLLM's caches of MLA.
+    """Encodes blocks of 128 along the last dimension as fp8 codes and one float32 scale each, as in vLLM's MLA caches.
 
     `scale = 2 ** ceil(log2(max(amax / 448, 1e-4)))`, without rounding (`block_scales`), with `amax` the block's largest
     magnitude, NaN ignored; a code is `x / scale`, which is exact, rounded to nearest even, the sign of 0 and NaN kept.
-    This is FlashMLA's convention (its `tests/quant.py`), and what vLLM 0.33.0's `concat_and_cache_mla` stores of 16-bit
-    latents, all that it takes; earlier ones stored `max(amax / 448, 2**-126)`. `decode_fp8_ds_mla` reads any scale. An
-    infinity makes the scale infinite: the whole block reads as NaN. Finite scales are at most `2**120`, under which
-    magnitudes from `248 * 2**120` on round to 256 and read as infinity.
+    This is FlashMLA's convention (its `tests/quant.py`), and vLLM 0.33.0's `concat_and_cache_mla`, which takes only
+    16-bit latents, stores the same; earlier versions stored `max(amax / 448, 2**-126)`. `decode_fp8_ds_mla` reads any
+    scale. An infinity makes the scale infinite: the whole block reads as NaN. Finite scales are at most `2**120`, under
+    which magnitudes from `248 * 2**120` on round to 256 and read as infinity.
 
     Args:
       x: float32, float16 or bfloat16 `[..., size]`, a multiple of 128.
@@ -188,7 +188,7 @@ def encode_fp8_ds_mla(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def block_scales(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns scales of `fp8_ds_mla` for float32 magnitudes `amax`, and their reciprocals: infinity has 0.
+    """Returns scales of `fp8_ds_mla` for float32 magnitudes `amax`, and their reciprocals, 0 for infinity.
 
     `448 * 2**k` is `1.75 * 2**(k + 8)`: adding `0x1FFFFF` to the bits of `amax` carries into the exponent if its
     significand exceeds 1.75. Products with reciprocals are exact, or subnormal: their codes are 0, flushed or not.
@@ -203,7 +203,7 @@ def block_scales(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns float32 `codes * scales`, `[..., size]`, of what `encode_fp8_ds_mla` returns; NaN as in fp8.
 
-    Magnitudes below `2**-126` are flushed to 0 of their sign.
+    Magnitudes below `2**-126` are flushed to zeros of the same sign.
     """
     blocks = lax.reshape(_to(codes, np.float32), (*scales.shape, codes.shape[-1] // scales.shape[-1]))
     return with_canonical_nan(lax.reshape(normal(_times_each_block(blocks, scales)), codes.shape))
@@ -212,8 +212,8 @@ def decode_fp8_ds_mla(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def int8_codes(x: jax.Array) -> jax.Array:
     """Returns float32 `x` as int8: halves away from zero, saturating at 127 and -127, NaN as 0.
 
-    The sum with 0.5 rounds to float32 before truncation, so 0.49999997 becomes 1. It is that of the magnitude because a
-    product followed directly by a sum would be contracted, and round once.
+    The sum with 0.5 rounds to float32 before truncation, so 0.49999997 becomes 1. It is added to the magnitude, because
+    a product followed directly by a sum would be contracted and round only once.
     """
     magnitude = lax.add(lax.min(lax.abs(x), np.float32(127.0)), np.float32(0.5))
     codes = _to(_where(_is_nan(x), 0.0, magnitude), np.int32)
@@ -300,8 +300,8 @@ def sum_of_squares(x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns `fma(y, y, x * x)` in float32 on every backend: `x * x` is rounded, then the sum, once.
 
     The float64 sum is rounded to odd, which makes a second rounding to less than half the bits correct (Boldo and
-    Melquiond 2008): with its exact error (Knuth's two-sum) it is truncated, and its last bit set if it was inexact.
-    Results below `2**-126` are 0, as on GPUs that flush subnormals.
+    Melquiond 2008): using its exact error (Knuth's two-sum), it is truncated, and its last bit is set if it was
+    inexact. Results below `2**-126` are 0, as on GPUs that flush subnormals.
     """
     with jax.enable_x64(True):
         squares = [lax.mul(each, each) for each in (_to(x, np.float64), _to(y, np.float64))]
@@ -375,7 +375,7 @@ def _flushed(x: jax.Array) -> jax.Array:
 
 
 def _rounded(x: jax.Array) -> jax.Array:
-    """Rounds float64 to float32. XLA on GPUs would cancel this and a conversion back, but for the barrier."""
+    """Rounds float64 to float32. Without the barrier, XLA on GPUs would cancel this and a conversion back."""
     return lax.optimization_barrier(_to(x, np.float32))
 
 

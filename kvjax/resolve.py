@@ -154,15 +154,15 @@ def resolve_layer_specs(
 ) -> tuple[AttentionSpec, ...]:
     """Returns one spec for each of `model.layers`, with the dtype that `resolve_layer_dtypes` resolves.
 
-    `layout` applies to every layer but those of latents (MLA), whose pages have one order, `v_scale_layout` to those
-    whose values are NVFP4.
+    `layout` applies to every layer except those of latents (MLA), whose pages have only one order. `v_scale_layout`
+    applies to layers whose values are NVFP4.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as `resolve_layer_dtypes`; also an invalid spec, such as a head size that
         NVFP4 cannot store.
     """
     dtypes = [resolved.dtype for resolved in resolve_layer_dtypes(model, requested, skip_layers=skip_layers)]
-    # A skipped layer beside such layers has no V scales: linear. If no layer has any, the spec raises for "swizzled".
+    # Layers without V scales are linear if other layers have them. If no layer has any, the spec raises for "swizzled".
     has_block_scales = [dtype.parts[1].info.elements_per_scale is not None for dtype in dtypes]
     without_scales = VScaleLayout.LINEAR if any(has_block_scales) else v_scale_layout
     return tuple(

@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, for_torch, is_of_torch, kind_of, shown, type_name
 
 MIN_SCALE = 2.0**-100
-"""The smallest decode scale. Beyond it and `MAX_SCALE`, `1 / scale` and products with it leave float32's normal range,
-and devices disagree on bits."""
+"""The smallest decode scale. Outside `MIN_SCALE` to `MAX_SCALE`, `1 / scale` and products with it leave float32's
+normal range, and devices disagree on bits."""
 
 MAX_SCALE = 2.0**100
 """The largest decode scale; see `MIN_SCALE`."""

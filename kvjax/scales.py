@@ -65,8 +65,8 @@ class LayerScales:
     divisors: Divisors = (None, None)
 
 
-# vLLM's names and those that it maps to them (`maybe_remap_kv_scale_name`, `get_cache_scale_mapper`), after the layer's
-# index. If several tensors of a layer match, the first pattern wins.
+# The part of names after the layer's index: vLLM's, and those that vLLM maps to them (`maybe_remap_kv_scale_name`,
+# `get_cache_scale_mapper`). If several tensors of a layer match, the first pattern wins.
 _NAMES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -121,15 +121,15 @@ def load_kv_scales(
       skip_layers: layers that keep the model dtype, likewise.
       amax_divisor: what the exporter divided by. Default: what a file of `kvjax calibrate` says; 448 if the checkpoint
         declares an fp8 cache; else unknown.
-      key_rotation: the layers whose queries and keys the model rotates by `hadamard_transform`. Other layers than those
-        that a file of `kvjax calibrate --key-rotation` was made for are refused.
+      key_rotation: the layers whose queries and keys the model rotates by `hadamard_transform`. They must be the layers
+        that a file of `kvjax calibrate --key-rotation` was made for.
 
     Raises:
-      KVCacheValueError: as `resolve_layer_dtypes`; other layers of rotated keys than a file's; an invalid safetensors
-        file, index or `hf_quant_config.json`, or one that is not a regular file; different values of a scale in two
-        files; a scale that is neither a scalar nor one per head, or not between `MIN_SCALE` and `MAX_SCALE`; scales of
-        more than one language model.
-      KVCacheTypeError: `checkpoint` is neither a path nor a mapping; layers of `key_rotation` are none.
+      KVCacheValueError: as `resolve_layer_dtypes`; `key_rotation` differs from a file's layers of rotated keys; an
+        invalid safetensors file, index or `hf_quant_config.json`, or one that is not a regular file; different values
+        of a scale in two files; a scale that is neither a scalar nor one per head, or not between `MIN_SCALE` and
+        `MAX_SCALE`; scales of more than one language model.
+      KVCacheTypeError: `checkpoint` is neither a path nor a mapping; `key_rotation` does not consist of layer indices.
       OSError: `checkpoint` does not exist, or a file cannot be read.
 
     Warns:
@@ -160,7 +160,7 @@ def load_key_rotation(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Returns the layers whose scales in a file are those of rotated keys: `key_rotation` of `load_kv_scales`.
 
     Args:
-      path: a safetensors file, of `kvjax calibrate --key-rotation`; others name no layers.
+      path: a safetensors file, of `kvjax calibrate --key-rotation`; other files name no layers.
 
     Raises:
       KVCacheValueError: the file's metadata is not what `kvjax calibrate` writes, or it is no safetensors file.
@@ -179,7 +179,7 @@ def load_key_rotation(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuses a folder with scales of rotated keys, whose metadata is not read beside other files'."""
+    """Refuses a folder with scales of rotated keys, because metadata is read only from a single file."""
     for path in [] if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors")):
         if layers := load_key_rotation(path):
             raise KVCacheValueError(
@@ -317,7 +317,7 @@ def _declared_divisors(model: ModelKVConfig) -> list[Divisors]:
     """Returns each layer's divisors where the checkpoint's declaration determines it."""
     try:
         declared = read_declared_kv_cache(model.quantization_config, warn=False)
-    except KVCacheError:  # otherwise resolve_layer_dtypes had raised it: the user requested another dtype
+    except KVCacheError:  # the user requested another dtype, or resolve_layer_dtypes would have raised it
         declared = None
     dtypes = [declared and declared.of_layer(index) for index in model.layer_indices]
 
@@ -363,7 +363,7 @@ def _warn(layers: Sequence[int], dtype: KVCacheDType, message: str) -> None:
 
 
 def _of_scaled[Of](dtype: KVCacheDType, of_both: tuple[Of, Of]) -> list[Of]:
-    """Returns what belongs to keys and to values, of those that take a scale."""
+    """Returns the entries, of keys and of values, whose part of the dtype takes a scale."""
     return [each for each, part in zip(of_both, dtype.parts, strict=True) if part.takes_scale]
 
 

@@ -64,13 +64,14 @@ def group_layers(specs: Sequence[AttentionSpec], layers_per_group: int | None = 
     """Groups a model's layers for a `BlockPool` of several block tables: layers of equal specs, in equal numbers.
 
     Specs get pages of one size first (`unify_page_sizes`). All groups then allocate from one pool of
-    `max_group_blocks(groups, budget_bytes)` blocks, and what one kind of layer frees, as behind a window, another uses.
+    `max_group_blocks(groups, budget_bytes)` blocks, and another kind of layer can use the blocks that one kind frees,
+    for example behind a window.
 
     Args:
       specs: one for each layer.
-      layers_per_group: layers of a group, and arrays of the pool. Default: the most that divide all kinds of layers
-        equally, which wastes no page: the groups together hold `max_tokens` tokens. With more there are fewer tables,
-        and groups with fewer layers than that leave pages unused.
+      layers_per_group: layers of a group, and arrays of the pool. Default: the largest number that divides every kind
+        of layer equally. This wastes no page: the groups together hold `max_tokens` tokens. With more there are fewer
+        tables, and groups with fewer layers than that leave pages unused.
 
     Raises:
       KVCacheValueError: no specs, or `layers_per_group` below 1.

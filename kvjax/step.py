@@ -86,8 +86,8 @@ def attend(
 ) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, ExactWindow]:
     """Runs a layer's attention in a ragged step: writes the new tokens, then each attends to its sequence up to itself.
 
-    Equivalent to `reshape_and_cache_flash` to `metadata.slot_mapping` and `ragged_paged_attention` over the
-    returned cache; see there for details. With an exact window, to `exact_window_attention` instead.
+    Equivalent to `reshape_and_cache_flash` with `metadata.slot_mapping`, followed by `ragged_paged_attention` over the
+    returned cache; see there for details. With an exact window, `exact_window_attention` replaces the latter.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. Its rows are those of the metadata;
@@ -107,17 +107,18 @@ def attend(
       sliding_window: tokens that a row attends to, its own included; None for no window. Default: the layer's.
       logits_soft_cap: logits become `cap * tanh(logit / cap)`; None for no cap.
       sinks: float32 `[num_heads]`.
-      tree_mask: which query tokens of its sequence one sees, in sequences on the decode path; not with an exact window.
+      tree_mask: which query tokens of its sequence each query token sees, for sequences on the decode path; not with an
+        exact window.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch.
       unique_slots: promises that no two tokens share a slot, as is the case for sequences of one `BlockPool`.
       max_q_len: most query tokens of a sequence.
       max_prompts: most sequences with more query tokens than `decode_q_len`.
       decode_q_len: most query tokens of a sequence on the decode path.
-      query_quantization: whether prompts are attended to by products in fp8.
+      query_quantization: whether attention to prompts uses fp8 products.
       implementation: `"mosaic"` or `"xla"`, for the write and the attention; None chooses for each.
 
     Returns:
-      `query`'s shape with `head_size_v`, of its dtype, and the updated cache; with an exact window that too.
+      `query`'s shape with `head_size_v`, of its dtype, and the updated cache; with an exact window, also the window.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: as both operations; also a number of rows other than the metadata's.

@@ -1,8 +1,8 @@
 """Lazily read tensors of a checkpoint: a safetensors file, a folder of them, or a mapping.
 
-Not the safetensors package: as of 0.8 it does not return float8 as NumPy. Only the header of a file and the bytes of
-the requested tensors are read. A header is checked as that package does (https://huggingface.co/docs/safetensors), and
-names must differ, which it does not check.
+This does not use the safetensors package, which as of 0.8 does not return float8 as NumPy. Only the header of a file
+and the bytes of the requested tensors are read. Headers are checked as in that package
+(https://huggingface.co/docs/safetensors); names must also be unique, which it does not check.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _open_index(index: Path) -> Tensors:
 
     @functools.cache
     def opened() -> dict[str, Tensors]:
-        """Those of the files that exist: files without scales need not."""
+        """Opens the files that exist: files without scales need not exist."""
         paths = {file: index.with_name(file) for file in dict.fromkeys(files.values())}
         return {file: _open_file(path) for file, path in paths.items() if os.path.exists(path)}
 

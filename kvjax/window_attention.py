@@ -1,10 +1,10 @@
 """Attention with an exact recent window: each query's last tokens from a ring, all earlier ones from pages.
 
-Both parts are causal attention: over a ring within a window of its size, over pages with the limit of each query's
-tokens as many tokens further back. Their results are joined by `merge_attention_states`.
+Both parts are causal attention. Over a ring, attention is limited to a window of its size; over pages, each query's
+limit is that many tokens further back. `merge_attention_states` joins the results.
 
-A step's tokens are written to the ring before they attend, as they are to pages, where it has room for them beside
-what the first of them sees: for decodes and drafts. Longer chunks attend over a copy of the rows of the step's
+If the ring has room for a step's tokens beside those that the first of them sees, they are written to it, as to pages,
+before they attend. This is the case for decodes and drafts. Longer chunks attend over a copy of the rows of the step's
 sequences with room for the chunks; the ring takes the last of their tokens afterwards.
 """
 
@@ -66,9 +66,9 @@ def exact_window_attention(
 ) -> tuple[jax.Array, ExactWindow]:
     """Attends as `ragged_paged_attention` does, with the last `exact_window.size` tokens of each query exact.
 
-    What `attend` does after it has written the step's keys and values to the cache. The rows of sequences,
-    `metadata.window_rows`, have to hold the tokens before the step's first, as far as its queries see them: what
-    earlier steps, `fill_exact_window` or `copy_window_rows` left there.
+    This is what `attend` does after it has written the step's keys and values to the cache. The rows of sequences,
+    `metadata.window_rows`, must hold the tokens before the step's first that its queries see. Earlier steps,
+    `fill_exact_window` or `copy_window_rows` put them there.
 
     Under `jit`, donate the window: the ring is written in place. If `max_q_len` is at most that of the window, queries
     attend over the ring itself, else over a copy of the rows of the step's sequences and its new tokens.
@@ -91,7 +91,7 @@ def exact_window_attention(
       max_q_len: most query tokens of a sequence, in XLA too; default `num_tokens`.
       max_prompts: most sequences with more query tokens than `decode_q_len`.
       decode_q_len: most query tokens of a sequence on the decode path.
-      query_quantization: whether prompts attend to pages by products in fp8; exact tokens are not rounded.
+      query_quantization: whether prompts attend to pages with fp8 products; exact tokens are not rounded.
       implementation: `"mosaic"` or `"xla"`, for the write and both attentions; None chooses for each.
 
     Returns:
@@ -175,14 +175,14 @@ def attend_with_window(
 
 
 class WrittenStep(NamedTuple):
-    """A step's tokens where its queries see the last ones, in the ring, and in the pages.
+    """A step whose tokens are written: where its queries see the last ones, the ring, and the pages.
 
     Attributes:
       step: where they are.
       recent: the ring, or a copy of rows with room for the step.
       table: int32 `[num_seqs, columns]`, blocks of `recent` from each sequence's `first_block` on.
       layer: the layer in `recent`.
-      ring: with what rows keep.
+      ring: the ring, with the tokens that its rows keep.
       cache: the pages.
     """
 
@@ -321,11 +321,11 @@ class _Step(NamedTuple):
         return cls(lens, q_lens, *blocks, window.size, seq, position, cu_q_lens, rows)
 
     def ring_update(self, window: ExactWindow, longest: int) -> RingUpdate:
-        """Returns the update of the window's ring by steps with at most so many new tokens of a sequence."""
+        """Returns the update of the window's ring by steps with at most `longest` new tokens of a sequence."""
         return RingUpdate(window.ring, self.blocks_per_row, longest, self.lens, self.cu_q_lens, self.rows)
 
     def ring_table(self, max_q_len: int) -> jax.Array:
-        """Returns a block table of the ring, from each sequence's `first_block` on, for so many new tokens.
+        """Returns a block table of the ring, from each sequence's `first_block` on, for `max_q_len` new tokens.
 
         Its first and its last column may be one block of the ring, for tokens of either.
         """
@@ -334,12 +334,13 @@ class _Step(NamedTuple):
         return jnp.where(self.row_start[:, None] >= 0, in_row, -1)
 
     def num_columns(self, max_q_len: int) -> int:
-        """Returns the most blocks that the queries of a sequence with so many new tokens see."""
+        """Returns the most blocks that the queries of a sequence with `max_q_len` new tokens see."""
         return num_reached_blocks(self.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
 
 
 def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[KVCache, jax.Array, jax.Array]:
-    """Returns a copy of the rows of a step's sequences with room for its tokens, its block table and their slots.
+    """Returns a copy of the rows of a step's sequences with room for its tokens, the copy's table and the tokens'
+    slots.
 
     The first columns of the table are blocks of the rows, from `first_block` to that of the first new token, the others
     blocks of the chunks.
@@ -368,7 +369,7 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
 
 
 def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:
-    """Returns a cache of copies of a layer's blocks, any for those below 0, and so many that hold nothing."""
+    """Returns a cache of copies of a layer's blocks (any block for those below 0) and of `room` empty blocks."""
     index = blocks if ring.num_layers is None else (blocks, layer)
     copied = ring.kv.at[index].get(mode="clip", wrap_negative_indices=False)
     # Nothing reads a token that is not written: filling the room would take as long as writing it.

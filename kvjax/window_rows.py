@@ -17,7 +17,7 @@ from kvjax.step_metadata import NO_ROW
 
 
 class WindowSizes(Protocol):
-    """What rows are assigned by: an `ExactWindow`, of kvjax or of kvjax_torch."""
+    """The sizes that rows are assigned by: an `ExactWindow`, of kvjax or of kvjax_torch, has them."""
 
     @property
     def num_rows(self) -> int:
@@ -36,7 +36,7 @@ class WindowSizes(Protocol):
 class _Held:
     """A sequence's row, and which of its tokens are there: those at positions from `start` to `stop`.
 
-    `num_cuts`: how often tokens had been taken from the sequence when this was so.
+    `num_cuts`: the sequence's number of cuts (`PagedSequence.last_cut`) when this was recorded.
     """
 
     row: int
@@ -48,17 +48,17 @@ class _Held:
         """Forgets tokens that the sequence no longer has, whatever was appended since."""
         num_cuts, left = sequence.last_cut
         if num_cuts != self.num_cuts:
-            # Of several cuts only the last one's length is known: nothing is believed.
+            # After several cuts only the last one's length is known: assume that no token is left.
             self.stop = min(self.stop, left) if num_cuts == self.num_cuts + 1 else 0
         self.num_cuts = num_cuts
 
 
 class WindowRows:
-    """Assigns the rows of a window to sequences, those of the sequences that ran least recently first.
+    """Assigns the rows of a window to sequences, reusing the rows of sequences that ran least recently.
 
     Host-side bookkeeping, one for the windows of all layers, which have equal sizes. A sequence keeps its row from step
-    to step. One that lost it, or had none though it has tokens (after a prefix hit, a swap, a fork or an import), or
-    that has other tokens since it was truncated or freed, gets a row to fill from the pages. There is nothing to
+    to step. It gets a row to fill from the pages if it lost its row, if it has tokens but never had a row (after a
+    prefix hit, a swap, a fork or an import), or if its tokens changed after a truncation or `free`. There is nothing to
     release.
 
     Attributes:
@@ -76,7 +76,7 @@ class WindowRows:
         self._held: collections.OrderedDict[PagedSequence, _Held] = collections.OrderedDict()  # by last use
 
     def assign(self, sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Assigns rows for a step, which has to run: its tokens are then in the window.
+        """Assigns rows for a step, which must then run: its tokens count as written to the window.
 
         Args:
           sequences: of the step; `BlockPool.append` has reserved its new tokens.

@@ -22,7 +22,7 @@ from kvjax_torch.launch import tape
 
 
 class AttentionOptions(TypedDict, total=False):
-    """Arguments of `paged_attention` by name, which do not decide what it returns."""
+    """Keyword arguments of `paged_attention` that do not change the type of its result."""
 
     v_scale_layout: str
     sm_scale: float | None
@@ -250,10 +250,10 @@ def ragged_paged_attention(
       max_prompts: the most sequences with more query tokens than `decode_q_len`, an int; by default as many as
         `num_tokens` allows.
       decode_q_len: the most query tokens of a sequence that is served as one that decodes, an int; by default
-        `max_q_len` if that is at most 8, else 1. With 0 none is, and a sequence of one query token counts towards
-        `max_prompts`.
-      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
-        products in fp8, as in `kvjax.ragged_paged_attention`. On a GPU only where the prompt kernel serves them; on CPU
+        `max_q_len` if that is at most 8, else 1. With 0 no sequence is, and a sequence of one query token counts
+        towards `max_prompts`.
+      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to with
+        fp8 products, as in `kvjax.ragged_paged_attention`. On a GPU this needs the prompt kernel to serve them; on CPU
         tensors torch computes the same roundings.
 
     Returns:
@@ -327,13 +327,13 @@ def ragged_attention(
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16, with any strides. `num_heads` is a
         multiple of `num_kv_heads`; neighbouring query heads share a KV head.
-      key: `[num_kv_tokens, num_kv_heads, head_size]`, of the query's dtype, with any strides. The kernel takes what
-        lies at other than multiples of 16 bytes, or whose tokens interleave, as a copy.
+      key: `[num_kv_tokens, num_kv_heads, head_size]`, of the query's dtype, with any strides. The kernel reads a copy
+        if addresses or strides are not multiples of 16 bytes, or if tokens interleave.
       value: `[num_kv_tokens, num_kv_heads, head_size_v]`, likewise: also a slice of a projection.
       cu_q_lens: int32 or int64 `[num_seqs + 1]`: 0 first, then not decreasing. Rows from `cu_q_lens[-1]` on belong to
         no sequence, and see no token.
       cu_kv_lens: int32 or int64 `[num_seqs + 1]`, likewise. Tokens from `cu_kv_lens[-1]` on may hold anything.
-      causal: whether a sequence's rows are its last tokens and see none after their own; without, each sees all.
+      causal: whether a sequence's rows are its last tokens and see none after their own; otherwise each row sees all.
       sm_scale: factor on the logits, by default `1 / sqrt(head_size)`.
       return_lse: whether to return the log-sum-exp too.
       out: memory for the first result: contiguous, of its shape and dtype, apart from every other argument's. It is

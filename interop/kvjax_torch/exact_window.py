@@ -37,7 +37,7 @@ class ExactWindow:
         `r * blocks_per_row` on. Operations write it in place.
       value_cache: likewise, with `head_size_v`.
       size: tokens that a query attends to in the ring, its own included.
-      max_q_len: most new tokens of a sequence in a step that attends over the ring itself: 1, and 1 for each draft.
+      max_q_len: most new tokens of a sequence in a step that attends over the ring itself: 1 plus the number of drafts.
     """
 
     key_cache: torch.Tensor
@@ -71,7 +71,7 @@ class ExactWindow:
         """A window of zeros.
 
         Args:
-          num_rows: sequences that it holds tokens of.
+          num_rows: number of sequences whose tokens it holds.
           size: tokens that a query attends to, any positive number.
           num_kv_heads: of the cache.
           head_size: of keys.
@@ -126,14 +126,14 @@ def fill_exact_window(
     *,
     v_scale_layout: str = "linear",
 ) -> None:
-    """Fills rows of a window, in place, from pages: with what these hold of the last tokens before a step's first.
+    """Fills rows of a window, in place, from pages, with the last tokens before a step's first new token.
 
-    For sequences whose last tokens are in the pages alone: after a prefix hit, a swap or a fork, or if their row was
-    given to another sequence. Call it before the step that attends with these rows. The host does not wait.
+    This is for sequences whose last tokens are only in the pages: after a prefix hit, a swap or a fork, or if their row
+    was given to another sequence. Call it before the step that attends with these rows. The host does not wait.
 
     Args:
       exact_window: of as many heads as the cache, of the same sizes.
-      key_cache: as in `reshape_and_cache_flash`, with the tokens before the step's new ones. Those in no block, behind
+      key_cache: as in `reshape_and_cache_flash`, with the tokens before the step's new ones. Tokens in no block, behind
         a sliding window, read as zeros.
       value_cache: likewise.
       block_table: as in `gather_kv`.
@@ -192,7 +192,7 @@ def fill_exact_window(
 def empty_pages(
     like: torch.Tensor, num_blocks: int, num_kv_heads: int, head_sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that hold nothing, keys and values of equal sizes in one allocation, which kernels read faster."""
+    """Returns empty blocks. Keys and values of equal sizes share one allocation, which kernels read faster."""
     rest = WINDOW_BLOCK_SIZE, num_kv_heads
     if head_sizes[0] == head_sizes[1]:
         pages = like.new_empty(num_blocks, 2, *rest, head_sizes[0])
@@ -208,7 +208,7 @@ def write_recent(
 
 
 def check_type(window: object) -> None:
-    """Raises if a window is none."""
+    """Raises if `window` is not an `ExactWindow`."""
     if not isinstance(window, ExactWindow):
         raise KVCacheTypeError(f"exact_window: got {kind_of(window)}, expected a kvjax_torch.ExactWindow")
 
@@ -216,7 +216,7 @@ def check_type(window: object) -> None:
 def check_window(
     window: Any, key_cache: torch.Tensor, value_cache: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Raises if a window is none of this cache, or tensors of a step have other shapes, dtypes or devices."""
+    """Raises if a window is not one of this cache, or tensors of a step have other shapes, dtypes or devices."""
     check_type(window)
     check_tensors(key_cache=key_cache, value_cache=value_cache, **tensors)
     check_devices(key_cache, **{"exact_window.key_cache": window.key_cache}, **tensors)

@@ -14,13 +14,13 @@ from kvjax_torch.arguments.dtypes import INPUT_DTYPES
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     """Rotates the last dimension by a normalized Hadamard matrix, with the values of `kvjax.hadamard_transform`.
 
-    Apply it after RoPE to queries and to keys: their products stay what they were. It is its own inverse.
+    Apply it after RoPE to queries and to keys: their products do not change. The rotation is its own inverse.
 
     Args:
-      x: float32, float16 or bfloat16 `[..., head_size]`. A gradient passes.
+      x: float32, float16 or bfloat16 `[..., head_size]`. Gradients pass through.
 
     Returns:
-      A tensor of the shape and dtype of `x`, with sums in at least float32 whatever torch is told of its products.
+      A tensor of the shape and dtype of `x`, with sums in at least float32, whatever precision torch is set to use.
 
     Raises:
       KVCacheTypeError: another dtype, or no tensor.
@@ -35,7 +35,7 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     if size % 2 or not size:
         raise KVCacheValueError(f"x: got head_size={size}, expected a positive even number")
     n = size & -size
-    # Products of bfloat16 are exact in all that torch makes of float32, TF32 too; those of other dtypes are not.
+    # Products of bfloat16 are exact in whatever torch uses for float32, TF32 too; those of other dtypes are not.
     wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
     with torch.autocast(x.device.type, enabled=False):
         rotated = x.unflatten(-1, (size // n, n)).to(wide) @ _hadamard(n, wide, x.device)

@@ -1,7 +1,7 @@
 """Latents of multi-head latent attention (MLA) in torch tensors: vLLM's write and gather, and attention.
 
-On CUDA they run on torch's current stream, and the host does not wait, but in `kvjax.checked()` and for the first use
-of a float scale on a device.
+On CUDA they run on torch's current stream, and the host does not wait, except in `kvjax.checked()` and for the first
+use of a float scale on a device.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def concat_and_cache_mla(
       slot_mapping: int32 or int64 `[num_slots]`: `block * block_size + offset` of each token. Negative slots and those
         at or past `num_blocks * block_size` write nothing. If several tokens have one slot, the last is written.
       kv_cache_dtype: a dtype of `kvjax.MLA_KV_CACHE_DTYPES` or its name; `"auto"` is the cache's own.
-      scale: decode scale, a number or float32 of one element: of latents and rope keys of fp8, of NVFP4 latents. Other
-        dtypes ignore it.
+      scale: decode scale, a number or float32 of one element: for latents and rope keys of fp8, and for NVFP4 latents.
+        Other dtypes ignore it.
       unique_slots: as in `reshape_and_cache_flash`.
 
     Raises:
@@ -107,8 +107,10 @@ def concat_and_cache_mla_rope_fused(
 
     Args:
       positions: int32 or int64 `[num_tokens]`: the row of `cos_sin_cache` of each token, clipped to its rows.
-      q_pe: `[num_tokens, num_heads, qk_rope_head_dim]` of `kv_c`'s dtype, with any strides but along a head. Written.
-      k_pe: as in `concat_and_cache_mla`, but not rotated. Written. No tensor shares elements with it or with `q_pe`.
+      q_pe: `[num_tokens, num_heads, qk_rope_head_dim]` of `kv_c`'s dtype, with any strides except within a head.
+        Written in place.
+      k_pe: as in `concat_and_cache_mla`, but not rotated. Written in place. No tensor shares elements with it or with
+        `q_pe`.
       kv_c: as in `concat_and_cache_mla`, with as many tokens as slots.
       cos_sin_cache: as in `rope_and_cache`; `rot_dim` is at most `qk_rope_head_dim`.
       is_neox: as in `rope_and_cache`.
@@ -258,7 +260,7 @@ def mla_paged_attention(
         written in place and returned.
 
     Returns:
-      `q_nope`'s shape and dtype: latents, of which `W_UV` makes values. With `return_lse` also the natural logarithm of
+      `q_nope`'s shape and dtype: latents, which `W_UV` maps to values. With `return_lse` also the natural logarithm of
       each softmax's denominator: float32, of the same shape without `kv_lora_rank`.
 
     Raises:
@@ -325,8 +327,8 @@ def mla_ragged_paged_attention(
     """Attention of the last tokens of each sequence over its latents, with a query length per sequence.
 
     As `kvjax.mla_ragged_paged_attention` defines it; all else is as in `mla_paged_attention`. On a GPU every sequence
-    is padded to `max_q_len` query tokens, rounded up to a power of two: for tokens that decode, with drafts, beside
-    short prompts. Prompts are cheaper over keys and values of each head.
+    is padded to `max_q_len` query tokens, rounded up to a power of two. Use it for tokens that decode, with drafts,
+    beside short prompts. Prompts are cheaper over keys and values of each head.
 
     Args:
       q_nope: `[num_tokens, num_heads, kv_lora_rank]`. Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]`; rows

@@ -54,8 +54,8 @@ def reshape_and_cache_flash(
       kv_cache_dtype: a `KVCacheDType` or a name that `kvjax.parse_kv_cache_dtype` takes; `"auto"` is the cache tensors'
         own dtype.
       k_scale: decode scale of the keys. Unquantized caches ignore it. With a scale for each token and head it is
-        ignored too or, where values also have these, is the float32 tensor `[num_blocks, block_size, num_kv_heads]`, of
-        any strides, that the keys' scales are written to: vLLM's `k_scale_cache`.
+        ignored too or, if values also have such scales, is the float32 tensor `[num_blocks, block_size, num_kv_heads]`,
+        of any strides, that the keys' scales are written to: vLLM's `k_scale_cache`.
       v_scale: the same for the values.
       v_scale_layout: order of NVFP4 V scales, `"linear"` or `"swizzled"` (`block_size` a multiple of 4).
       unique_slots: promises that no two written tokens share a slot; on CUDA that skips the check. If two do, the bytes
@@ -121,7 +121,7 @@ def rope_and_cache(
     `reshape_and_cache_flash` writes. The first call of a kind compiles for every number of tokens.
 
     Args:
-      query: `[num_tokens, num_heads, head_size]`, of `key`'s dtype, with any strides but along a head.
+      query: `[num_tokens, num_heads, head_size]`, of `key`'s dtype, with any strides except within a head.
       key: as in `reshape_and_cache_flash`, with as many tokens as slots.
       value: likewise.
       key_cache: as in `reshape_and_cache_flash`.

@@ -24,13 +24,13 @@ def split_kv_cache(kv_cache: torch.Tensor, spec: AttentionSpec) -> tuple[torch.T
       spec: the layer's.
 
     Returns:
-      `[num_blocks, block_size, num_kv_heads, row]` each, of `kv_cache`'s dtype; of float32, float16 or bfloat16 in a
-      shared pool's bytes, of that dtype.
+      `[num_blocks, block_size, num_kv_heads, row]` each, of `kv_cache`'s dtype; for float32, float16 or bfloat16 in the
+      bytes of a shared pool, of that dtype.
 
     Raises:
       KVCacheTypeError: no tensor, no spec of keys and values, or a dtype of another size.
-      KVCacheValueError: another shape, pages that are not contiguous, or a shared pool's at addresses that their
-        elements do not fit.
+      KVCacheValueError: another shape, pages that are not contiguous, or pages of a shared pool that are not aligned to
+        the size of their elements.
     """
     check_tensors(kv_cache=kv_cache)
     if not isinstance(spec, AttentionSpec) or spec.is_mla:

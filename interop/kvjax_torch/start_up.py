@@ -75,7 +75,7 @@ def warm_up(
         rows, encoding = [(step[0], step[1]) for step in steps], Encoding(dtype_name(kv_cache_dtype), v_scale_layout)
         writes.compile_writes_and_gathers(rows, read, slots, encoding, unique_slots, dtype)
     else:
-        # A call without work compiles nothing, any memory will do, and few tokens and many are compiled apart.
+        # A call without work compiles nothing. Any memory serves; few tokens and many are compiled separately.
         counts = 1, host.FEW_TOKENS + 1
         blocks = -(-counts[1] // key_cache.shape[1])
         key_cache, value_cache = key_cache[:1].repeat(blocks, 1, 1, 1), value_cache[:1].repeat(blocks, 1, 1, 1)
@@ -130,8 +130,8 @@ def warm_up_mla(
       scale: as in `concat_and_cache_mla`.
       num_heads: heads of the query.
       sm_scale: as in `mla_paged_attention`.
-      q_lens: the numbers of query tokens of a sequence in later calls: of `mla_ragged_paged_attention` its `max_q_len`,
-        rounded up to a power of two.
+      q_lens: the numbers of query tokens of a sequence in later calls: for `mla_ragged_paged_attention`, its
+        `max_q_len`, rounded up to a power of two.
       sliding_window: as in `mla_paged_attention`.
       logits_soft_cap: as in `mla_paged_attention`.
       batch_invariant: as in `mla_paged_attention`.
@@ -224,7 +224,7 @@ def warm_up_ragged_attention(
 
 
 def _check_strides_show(**tensors: torch.Tensor) -> None:
-    """Raises `KVCacheValueError` for fewer tokens than show their strides."""
+    """Raises `KVCacheValueError` if there are too few tokens to show their strides."""
     for name, rows in tensors.items():
         if rows.shape[0] < 2:
             raise KVCacheValueError(
@@ -233,5 +233,5 @@ def _check_strides_show(**tensors: torch.Tensor) -> None:
 
 
 def _one_token(rows: torch.Tensor) -> torch.Tensor:
-    """The first token as torch's views of one have it: with the strides of a tensor of one token."""
+    """The first token, with the strides of a contiguous tensor of one token."""
     return rows[:1].reshape(-1).view(1, *rows.shape[1:])

@@ -87,10 +87,10 @@ def exact_window_attention(
     """Attends as `ragged_paged_attention`, with the last `exact_window.size` tokens of each query exact.
 
     It writes the step's tokens to the window, in place. With `slot_mapping` it also writes them to the pages, on a GPU
-    by the same kernel; without, call it after they were written there. The pages stay complete. The rows have to hold
-    the tokens before the step's first, as far as its queries see them: what earlier steps or `fill_exact_window` left
-    there. Semantics are those of `kvjax.exact_window_attention`. The host does not wait, and a CUDA graph replays with
-    other contents of all tensors. No gradient is computed.
+    by the same kernel; without it, call this after they were written there. The pages stay complete. The rows must hold
+    the tokens before the step's first that its queries see. Earlier steps or `fill_exact_window` put them there.
+    Semantics are those of `kvjax.exact_window_attention`. The host does not wait, and a CUDA graph replays with other
+    contents of all tensors. No gradient is computed.
 
     Args:
       query: as in `ragged_paged_attention`.
@@ -117,7 +117,7 @@ def exact_window_attention(
         itself, else over a copy of the rows of the step's sequences and its new tokens. Pass it in every step.
       max_prompts: as in `ragged_paged_attention`.
       decode_q_len: as in `ragged_paged_attention`.
-      query_quantization: whether prompts attend to pages by products in fp8; exact tokens are not rounded.
+      query_quantization: whether prompts attend to pages with fp8 products; exact tokens are not rounded.
       slot_mapping: int32 or int64 `[num_tokens]`, the slots in the pages, as in `reshape_and_cache_flash`; None if the
         tokens are there.
       unique_slots: as in `reshape_and_cache_flash`.
@@ -221,8 +221,8 @@ def _serve(call: _WindowCall, launches: bool) -> torch.Tensor:
     of_pages = ReadTensors(call.key_cache, call.value_cache, call.block_table, places.far_lens, *call.scales)
     of_ring = ReadTensors(window.key_cache, window.value_cache, places.table, places.near_lens, *call.scales_of_ring)
     plans = []
-    # Before the ring is written. Checked mode looks at no block table here: a window's ring or copy is not there yet,
-    # and of the pages what queries see is less than plans say.
+    # Plans are made before the ring is written. Checked mode checks no block table here: the ring or its copy is not
+    # written yet, and queries see fewer tokens of the pages than the plans say.
     planned_lens = torch.zeros_like(call.seq_lens) if kvjax.is_checked() else call.seq_lens
     for read, encoding, in_fp8 in (
         (of_pages, call.encoding, call.query_quantization),
@@ -367,7 +367,7 @@ class _NewTokens(NamedTuple):
         return self.longest > self.window.max_q_len
 
     def num_columns(self, max_q_len: int) -> int:
-        """The most blocks that the queries of a sequence with so many new tokens see."""
+        """The most blocks that the queries of a sequence with `max_q_len` new tokens see."""
         return num_reached_blocks(self.window.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
 
     def places(self, decode_q_len: int) -> WindowPlaces:
@@ -392,7 +392,7 @@ class _NewTokens(NamedTuple):
     def update_ring(self, to_pages: _PagesWrite | None = None) -> None:
         """Writes the last tokens of sequences to the window, and all to the pages if asked: on a GPU in one kernel."""
         window, pages = self.window, (self.window.key_cache, self.window.value_cache)
-        # One of two numbers, for a kernel is compiled for it.
+        # One of two numbers, because a kernel is compiled for it.
         kept = window.tokens_per_row if self.has_room else window.max_q_len
         ring = RingTensors(*pages, *self.sequences, window.blocks_per_row, kept)
         if not self.launches:

@@ -10,13 +10,13 @@ import importlib.metadata
 import warnings
 from typing import Any
 
-# Not kvjax: it imports jax, which a process that uses another backend does without.
+# kvjax is not imported here: it imports jax, which a process that uses another backend does not need.
 
 NAME = "KVJAX"
 """The backend's name in vLLM."""
 
 MLA_NAME = "KVJAX_MLA"
-"""The name of the backend of latents: like vLLM's own, models of MLA have one apart."""
+"""The name of the MLA backend: as in vLLM, models with MLA have a separate backend."""
 
 _CLASSES = {NAME: "kvjax_vllm.backend.KvjaxBackend", MLA_NAME: "kvjax_vllm.backend.KvjaxMLABackend"}
 
@@ -24,7 +24,7 @@ TESTED = "0.33.0"
 """The version of vLLM that the plugin was tested with. Other patch versions of its series are accepted."""
 
 MIXED_DTYPES = "fp8_k_nvfp4_v", "fp8_k_nvfp4_4over6_v", "int8_k_nvfp4_v", "int8_k_nvfp4_4over6_v"
-"""Dtypes of kvjax that vLLM has no name of: keys of 8 bits, values of NVFP4."""
+"""Dtypes of kvjax that vLLM has no name for: keys of 8 bits, values of NVFP4."""
 
 _SERIES = TESTED.rpartition(".")[0]
 
@@ -32,7 +32,7 @@ _SERIES = TESTED.rpartition(".")[0]
 def register() -> None:
     """Makes the backends and `MIXED_DTYPES` known to vLLM. Nothing else changes until they are chosen.
 
-    A vLLM of another interface gets a warning: it stops if a plugin raises, and nobody may want these backends.
+    If vLLM has another interface, this only warns: vLLM stops if a plugin raises, even if nobody uses these backends.
     """
     try:
         check_version()
@@ -69,7 +69,7 @@ def register_dtypes() -> None:
         raise other_interface(error) from error
     for name in MIXED_DTYPES:
         if not is_known_kv_cache_dtype(name):
-            # A spec of vLLM has no more than these to tell which keys a page has.
+            # The element dtype is all that a spec of vLLM has to tell which keys a page has.
             stored = torch.int8 if name.startswith("int8") else torch.uint8
             register_kv_cache_dtype(name)(_handler(name, stored))
 

@@ -76,7 +76,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         }
         self._serves_prompts = False  # whether kernels for prompts are compiled
         self._rotates_keys = False  # once scales are known
-        self._in_fp8: bool | None = None  # whether prompts are attended to by products in fp8, once it is known
+        self._in_fp8: bool | None = None  # whether attention to prompts uses fp8 products, once it is known
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
@@ -170,7 +170,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         )
 
     def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: StoredPages) -> None:
-        """Serves a prompt of two tokens of any contents: steps before vLLM is ready have none."""
+        """Runs a prompt of two arbitrary tokens, because the steps before vLLM is ready have no prompts."""
         table, seq_lens, cu_q_lens = (query.new_zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,)))
         seq_lens += 2
         cu_q_lens[1:] += 2
@@ -195,7 +195,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         return route(self._spec(query, output), asked, choosing.target_of(query.device))
 
     def _spec(self, query: torch.Tensor, output: torch.Tensor) -> FullAttentionSpec:
-        """The layer's, with blocks of 16 tokens: what serves it is the same for any multiple."""
+        """The layer's spec, with blocks of 16 tokens: the same kernels serve any multiple."""
         dtype = str(query.dtype).removeprefix("torch.") if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         sizes = self.head_size, output.shape[-1]
         return FullAttentionSpec(16, self.num_kv_heads, *sizes, dtype=parse_kv_cache_dtype(dtype))

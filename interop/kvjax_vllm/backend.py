@@ -124,7 +124,7 @@ class KvjaxBackend(PagesBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why a model is refused although every other check accepts it: it has ALiBi. Or which backend has MLA."""
+        """Why a model that passes every other check is refused: it has ALiBi, or another backend serves MLA."""
         if use_mla:
             return f"models of MLA are served by {kvjax_vllm.MLA_NAME}"
         vllm_config = get_current_vllm_config_or_none()
@@ -180,7 +180,7 @@ class KvjaxMLABackend(PagesBackend, MLACommonBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why a model is refused although every other check accepts it: no kernel reads its latents, for example."""
+        """Why a model that passes every other check is refused, for example because no kernel reads its latents."""
         vllm_config = get_current_vllm_config_or_none()
         model_config = None if vllm_config is None else vllm_config.model_config
         if model_config is None or dtype not in cls.supported_dtypes or not cls.supports_kv_cache_dtype(kv_cache_dtype):

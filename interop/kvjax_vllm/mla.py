@@ -2,7 +2,8 @@
 
 Pages are `[num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]`, those of vLLM's own backends. Prompts attend to
 expanded keys and values of each head, by a prefill backend of vLLM, which reads the context with vLLM's gather. kvjax
-writes, not vLLM, so that pages have the bytes that its attention is tested with, on a CPU too, where vLLM has no write.
+writes the pages, not vLLM, so that they have the bytes that kvjax's attention is tested with. It also writes them on a
+CPU, where vLLM has no write.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ScaledImpl:
             found = scales_of_layers(self.vllm_config, layers)
             for name in rotated_layers(self.vllm_config, layers):
                 layers[name].impl.rotate_keys()
-            for name, scales in found.items():  # last, for nothing is known after an error
+            for name, scales in found.items():  # last, so that nothing is known after an error
                 layers[name].impl._scales = scales
         return self._scales
 
@@ -134,7 +134,7 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None
       KVCacheValueError: scales of layers that the model does not have, or invalid ones.
       OSError: the file cannot be read.
     """
-    # What the checkpoint declares is of its own scales.
+    # The checkpoint's declaration describes its own scales, not the file's.
     config = {**vllm_config.model_config.hf_config.to_dict(), "quantization_config": None}
     model = ModelKVConfig.from_hf_config(config)
     with safetensors.safe_open(path, "numpy") as file:

@@ -83,7 +83,7 @@ class PoolCore:
 
     def _share(self, chains: Sequence[Chain], num_tokens: int) -> list[GroupTable]:
         """Returns the tables of a cached prefix, with references to the blocks that windows see."""
-        # All are held first: taking a block for one of them may evict here, and there what comes here goes.
+        # All are held first: taking a block may evict a cached one here, which may in turn evict one on the host.
         held, loads = [], []
         for group, chain in zip(self.groups, chains, strict=True):
             passed, hashes = group.num_passed(num_tokens), chain.first(num_tokens // group.block_size)

@@ -81,7 +81,7 @@ def cached_prefix(
 ) -> int:
     """Returns how many of a prompt's tokens need not be computed: whole blocks of every group, never the last token.
 
-    A group without a window needs all blocks up to there, one with a window those that the next token sees.
+    A group without a window needs all blocks of the prefix; one with a window needs those that the next token sees.
     """
     whole = math.lcm(*(group.block_size for group in groups))
     found = max(num_tokens - 1, 0) // whole * whole
@@ -89,7 +89,7 @@ def cached_prefix(
         if group.sliding_window is None:
             run = next((i for i in range(found // group.block_size) if not is_cached(chain[i])), None)
             found = found if run is None else run * group.block_size // whole * whole
-    # Of each group the first block of those known to be cached: prefixes only shrink, so none is looked up twice.
+    # For each group, the first block of those known to be cached. Prefixes only shrink, so none is looked up twice.
     known = [found // group.block_size for group in groups]
     while found:
         shorter = found

@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, kind_of, shown
 
 HASH_VERSION = "sha256-int64-1"
-"""Names how blocks are hashed. Another way has another name, for hashes that are stored or sent."""
+"""Names the hash scheme, for hashes that are stored or sent. A different scheme gets a different name."""
 
 HASH_BYTES = hashlib.sha256().digest_size
 
 _SALT, _BLOCK, _GROUP = b"\0", b"\1", b"\2"
-"""First bytes of what is hashed: no salt has the hash of a block. All that follows a block's has a fixed length."""
+"""First bytes of the hashed data, so that no salt has the hash of a block. What follows `_BLOCK` has a fixed length."""
 
 
 def root_hash(salt: bytes, group: int) -> bytes:

@@ -1,7 +1,8 @@
 """The second level of a pool, blocks on the host: which pages to copy there and back before the next step.
 
-Copies are collected until the engine takes them, and all those to the host happen first. So a block that waits for its
-copy from the host is never copied there, and the host's block that it comes from is not reused until then.
+Copies are collected until the engine takes them, and all those to the host happen first. So a device's block that waits
+for its copy from the host is never copied to the host, and the host's block that it comes from is not reused until the
+copies are taken.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class HostTier:
         return host_block is not None
 
     def _copied(self, block: int, block_hash: bytes | None) -> int:
-        """Takes a host's block, with a reference, that a device's is copied to."""
+        """Takes a host's block, with a reference, and has a device's block copied to it."""
         [host_block] = self.store.take(1)
         self._to_host[host_block] = block  # instead of what was to be copied there, which is evicted
         if block_hash is not None:
@@ -82,7 +83,7 @@ class HostTier:
           OutOfBlocksError: fewer are free; nothing has changed.
         """
         self.check(blocks)
-        # Those that are there first: none of them is then taken for the others.
+        # First those that are already on the host, so that none of them is taken for the others.
         there: dict[int, int] = {}
         for block, key in blocks:
             if block in self._from_host:

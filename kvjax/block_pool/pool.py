@@ -141,7 +141,8 @@ class BlockPool(PoolCore):
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks, such as when weights change.
 
-        Sequences keep their blocks. What those that have tokens now commit later is not cached, until they are freed.
+        Sequences keep their blocks. What a sequence that has tokens now commits later is not cached, until the sequence
+        is freed.
         """
         self._store.clear()
         self._host.store.clear()

@@ -70,15 +70,15 @@ class PagedSequence:
 
     @property
     def last_cut(self) -> tuple[int, int]:
-        """How often `truncate` or `free` took tokens away, and how many tokens the last time left."""
+        """How often `truncate` or `free` took tokens away, and how many tokens were left the last time."""
         return self._last_cut
 
     @property
     def block_hashes(self) -> tuple[bytes, ...]:
         """The hashes of its full blocks of known tokens, 32 bytes each; the last is that of all tokens up to its end.
 
-        They depend on ids and salt alone and are the same in every process, for stores outside of it. Of several
-        groups, those of the first.
+        They depend on ids and salt alone and are the same in every process, so stores outside of it can use them. Of
+        several groups, those of the first.
         """
         return tuple(self._tables[0].hashes)
 

@@ -146,7 +146,7 @@ class BlockStore:
             self.ref_cnt[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drops a reference to each of `blocks`. Of those then free, the last is evicted first."""
+        """Drops a reference to each of `blocks`. Of the blocks that this frees, the last is evicted first."""
         freed = []
         for block in blocks:
             self.ref_cnt[block] -= 1

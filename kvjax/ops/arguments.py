@@ -25,7 +25,7 @@ INPUT_DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16), jnp.dtype(jnp.bf
 INDEX_DTYPES = (jnp.dtype(jnp.int32), jnp.dtype(jnp.int64))
 
 OF_LAYER: Final = "layer"
-"""As a window: the window of the layer's spec. None is no window."""
+"""As a window argument: the window of the layer's spec. None means no window."""
 
 type Window = int | np.integer[Any] | jax.Array | Literal["layer"] | None
 """Tokens that a row attends to, its own included."""
@@ -127,7 +127,7 @@ def as_layer(cache: KVCache, layer: ArrayLike | None) -> jax.Array | None:
 def as_slots(slot_mapping: ArrayLike, num_slots: int) -> jax.Array:
     """Returns `slot_mapping` as a JAX array in which slots that write nothing still write nothing.
 
-    Without x64 JAX truncates NumPy int64 to its low half, which may be a slot of the cache where the whole is not.
+    Without x64 JAX truncates NumPy int64 to its low half, which may be a slot of the cache even if the int64 is not.
     """
     if isinstance(slot_mapping, np.ndarray):
         slot_mapping = np.where((slot_mapping >= 0) & (slot_mapping < num_slots), slot_mapping, -1)
@@ -157,8 +157,8 @@ def as_scales(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the decode scales of a call: the given ones, else those of the cache's layer.
 
-    They are float32 and broadcast against `[..., num_kv_heads, head_size]`. Latents have one, `k_scale`, for all that
-    takes one.
+    They are float32 and broadcast against `[..., num_kv_heads, head_size]`. Latents have one scale, `k_scale`, for all
+    parts that take one.
 
     Raises:
       KVCacheTypeError: not a number or an array of numbers.

@@ -124,8 +124,8 @@ def paged_attention(
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       tree_mask: bool `[num_seqs, q_len, q_len]`, or `[q_len, q_len]` for all sequences: whether query token `j` sees
         query token `i`. For drafts that are a tree, parents before their children: a draft sees its ancestors and
-        itself. Later tokens are not seen whatever it says. For a window a row is at position `seq_lens - q_len` plus
-        the number of query tokens before it that it sees, its depth in the tree. None: each sees all before it.
+        itself. Later tokens are never seen, whatever the mask says. A row's position for a window is `seq_lens - q_len`
+        plus its depth in the tree, the number of query tokens before it that it sees. None: each sees all before it.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch and its size;
         docs/attention.md states the cost.
@@ -180,8 +180,8 @@ def attend_last_tokens(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `paged_attention` or `mla_paged_attention`, does, for a checked query.
 
-    The query's parts lie next to each other in a row. `read` are the block table, the lengths and what of the cache is
-    read, `others` the checked sinks and tree mask.
+    The query's parts lie next to each other in a row. `read` holds the block table, the lengths, and the layer and
+    scales to read with; `others` the checked sinks and tree mask.
     """
     (block_table, seq_lens, stored), (sinks, mask) = read, others
     is_one_token = query[0].ndim == 3

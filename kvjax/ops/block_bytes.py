@@ -12,8 +12,8 @@ The format, version 1. Integers are little-endian, digests are SHA-256.
     state            by array of states
     32 bytes         digest of everything so far
 
-Nothing is built from a header's values. What the destination would export must equal it, but for the blocks; so the
-destination determines the size of the pages before any is read.
+Nothing is built from a header's values. Except for the blocks, a header must equal the one that the destination would
+export. So the destination determines the size of the pages before any page is read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from kvjax.spec import as_int, spec_to_dict
 FORMAT = 1
 MAGIC = b"KVJAXBLK"
 MAX_HEADER_BYTES = 2 * 2**20
-"""Of JSON, which takes 25 times as much memory when it is parsed; room for the scales of 300 heads of 300 layers."""
+"""Limit on the JSON, which takes 25 times as much memory when parsed; fits the scales of 300 heads of 300 layers."""
 
 MAX_HASHES = 2**20
-"""32 MiB, which are read before their digest shows whether they are what was written."""
+"""Limit on the hashes: 32 MiB, which are read before their digest is checked."""
 
 CHUNK_BYTES = 16 * 2**20
 """Pages that are moved at once; at least one block of one cache."""
@@ -119,7 +119,7 @@ def export_blocks(
     numbers = _as_blocks(blocks, found, least=0)
     _check_hashes(hashes, len(numbers))
     header = {**_described(found), "num_blocks": len(numbers), "num_hashes": len(hashes)}
-    # Without states it is what versions before them wrote.
+    # Without states the header is that of versions before states existed.
     encoded = json.dumps({name: value for name, value in header.items() if value is not None}).encode()
     if len(encoded) > MAX_HEADER_BYTES:
         raise KVCacheValueError(
@@ -239,9 +239,9 @@ def import_blocks(
     """Writes exported blocks into blocks of caches that store the same; returns these caches.
 
     **The caches are donated**, and so written in place, as NumPy's states are: use the returned ones. If the call
-    raises, they have not changed and are not donated, unless a device fails while it writes or NumPy views pinned
-    memory of theirs: the pages stay in host memory until their digest is checked, then on the devices until all are
-    there. To hold less, export fewer blocks at once.
+    raises, they have not changed and are not donated, unless a device fails while it writes or NumPy views their pinned
+    memory. For this the pages stay in host memory until their digest is checked, then on the devices until all are
+    there. To need less memory, export fewer blocks at once.
 
     Args:
       source: as in `open_blocks`, or what it returned. Bytes must end with the export.

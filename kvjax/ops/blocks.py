@@ -36,17 +36,17 @@ def copy_blocks(
     donate: bool = False,
     implementation: str | None = None,
 ) -> KVCache:
-    """Copies whole pages of a cache to others of its pages, byte for byte, with block scales and padding.
+    """Copies whole pages of a cache to other pages of it, byte for byte, with block scales and padding.
 
     In a cache of several layers a block is a page in each, and all of them are copied.
 
-    Functional: use the returned cache. With `donate`, or under `jit` with the cache donated (`donate_argnums`), it is
-    in place, at the cost of the copied pages, whatever the cache's size. All pages are read before any is written: a
-    pair copies what its source held before the call, even if another pair writes to it, and two pairs may exchange
-    pages.
+    Functional: use the returned cache. With `donate`, or under `jit` with the cache donated (`donate_argnums`), the
+    copy is in place, and its cost depends on the copied pages, not on the cache's size. All pages are read before any
+    is written: a pair copies what its source held before the call, even if another pair writes to it, and two pairs may
+    exchange pages.
 
-    Outside `jit`, pairs are padded to a power of two, so that few numbers of pairs are compiled. Under `jit`, each
-    number of pairs is a program of the caller's: pad them with -1.
+    Outside `jit`, pairs are padded to a power of two, so that few sizes are compiled. Under `jit`, each number of pairs
+    compiles the caller's program again: pad them with -1.
 
     Args:
       cache: the layer's cache, or the pool that layers share.
@@ -82,11 +82,11 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
     byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
     place: use the returned cache. All pages are read before the first is written: without memory for them the call
-    raises, and neither cache has changed or is donated. Only a device that fails while it writes, or pinned memory of
-    several devices of which another library views a part, leaves the destination donated and partly written.
+    raises, and neither cache has changed or is donated. The destination is left donated and partly written only if a
+    device fails while it writes, or if another library views a part of pinned memory of several devices.
 
-    It does not wait for the copies; those of a GPU run after what the GPU was given before, and before what it is given
-    next.
+    The call does not wait for the copies. A GPU runs its copies after the work that it was given before, and before the
+    work that it is given next.
 
     The two may be divided among devices in different ways. Where pages hold scales, a device's pages are those of its
     own heads: if the caches divide the heads into different numbers of shares, each page's bytes are reordered.
@@ -104,16 +104,17 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, preferably a
         NumPy array: one on a device is first copied to the host, which waits for what computes it. As in `copy_blocks`,
         a pair with a block outside its cache copies nothing, and pairs are padded to a power of two: for each pair of
-        padding a page moves, too. If a cache is in pinned host memory, no padding moves: pairs are copied in parts of
-        powers of two, of which each is compiled once, for pinned memory of several devices once for each.
+        padding a page moves, too. If a cache is in pinned host memory, no padding moves: pairs are copied in parts
+        whose sizes are powers of two. Each size is compiled once, or once per device for pinned memory of several
+        devices.
       layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
         twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
         need reordering; on a GPU, a destination that another library views, as `np.asarray` of pinned memory does.
-      UnsupportedError: a cache in a memory other than its device's default and pinned host memory, in the latter
-        traced or divided by blocks, or a destination divided by another kind of sharding.
+      UnsupportedError: a cache in a memory other than its device's default and pinned host memory; a cache in pinned
+        host memory that is traced or divided by blocks; or a destination divided by another kind of sharding.
     """
     check_cache(source, "source", may_be_pinned=True)
     check_cache(destination, "destination", may_be_pinned=True)
@@ -202,7 +203,7 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 
 
 def put_pages(what: str, cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
-    """Writes pages of `pages_from_host` into blocks, int32, of the cache `what`, which it donates; no padding."""
+    """Writes pages of `pages_from_host` into int32 blocks, not padded, of the cache named `what`, which it donates."""
     to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
     return dataclasses.replace(cache, kv=with_pages(f"{what}.kv", cache.kv, [(pages, to_blocks)], None))
 

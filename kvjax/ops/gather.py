@@ -165,7 +165,8 @@ def gather_xla(
     *,
     dtype: np.dtype[Any],
 ) -> tuple[jax.Array, jax.Array]:
-    """Gathers in XLA, from checked arguments; returns what `gather_kv` does, or of latents these and the rope keys.
+    """Gathers in XLA, from checked arguments; returns what `gather_kv` does, or for latents the latents and the rope
+    keys.
 
     Each of these has one head, `[num_seqs, max_len, 1, size]`.
     """
@@ -184,10 +185,10 @@ def gather_xla(
 
 
 def units_of_blocks(cache: KVCache, block_table: jax.Array, seq_lens: jax.Array, first: jax.Array) -> jax.Array:
-    """Returns what keys and values of NVFP4 are divided by for products in fp8, for each sequence and head.
+    """Returns the divisors of NVFP4 keys and values for fp8 products, for each sequence and head.
 
-    Float32 `[2, num_seqs, num_kv_heads]`: of the block scales of a sequence's tokens from `first` `[num_seqs]` on,
-    `fp8.unit_above` the largest; 1 for keys or values of another dtype. The cache has one layer.
+    Float32 `[2, num_seqs, num_kv_heads]`: `fp8.unit_above` of the largest block scale of a sequence's tokens from
+    `first` `[num_seqs]` on; 1 for keys or values of another dtype. The cache has one layer.
     """
     spec = cache.spec
     shape = block_table.shape[0], block_table.shape[1] * spec.block_size, spec.num_kv_heads

@@ -17,9 +17,9 @@ from kvjax.ops.arguments import INPUT_DTYPES, check_array
 def hadamard_transform(x: ArrayLike) -> jax.Array:
     """Rotates the last dimension by a normalized Hadamard matrix, which spreads an outlier over all elements.
 
-    Products of rotated queries and rotated keys are those of the queries and keys, so attention stays what it was,
-    while keys with large channels may lose less in a quantized cache. Apply it after RoPE to both. Whether it helps
-    depends on the model: `choose_layer_dtypes(key_rotation=True)` measures it.
+    Rotated queries and keys have the same dot products as the original ones, so attention does not change, but keys
+    with large channels may lose less in a quantized cache. Apply it after RoPE to both. Whether it helps depends on the
+    model: `choose_layer_dtypes(key_rotation=True)` measures it.
 
     With `n` the largest power of two that divides the last dimension, each run of `n` elements becomes
     `run @ H / sqrt(n)`, where `H[i, j] = (-1) ** popcount(i & j)` (Sylvester's construction). The rotation is its own
@@ -55,7 +55,7 @@ def hadamard_transform(x: ArrayLike) -> jax.Array:
 def _hadamard(n: int) -> tuple[np.ndarray, np.float32]:
     """Returns the matrix `[n, n]` times a power of two, which every dtype holds, and the rest of `n ** -0.5`.
 
-    Sums are smaller than results so, and overflow only where these do.
+    Sums are thus smaller than results, and overflow only where results do.
     """
     index = np.arange(n)
     signs = np.where(np.bitwise_count(index[:, None] & index) % 2, -1.0, 1.0)

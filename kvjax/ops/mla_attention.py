@@ -1,8 +1,8 @@
 """`mla_paged_attention` and `mla_ragged_paged_attention`: attention over latents (MLA).
 
 Attention of one KV head: keys are latents followed by rope keys, values are latents. Queries are absorbed: the model
-multiplies those without positions by the part of `kv_b_proj` that makes keys of latents, and results by the part that
-makes values.
+multiplies queries without positions by the part of `kv_b_proj` that maps latents to keys, and results by the part that
+maps latents to values.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def mla_paged_attention(
     """Attention of each sequence's last tokens over its cached latents; softmax in float32.
 
     The logit of a token is `(q_nope . latent + q_pe . rope_key) * sm_scale`, and the result is the mean of the latents
-    with the softmax's weights. Rows, windows, soft caps, masks and what rows without tokens return are those of
+    with the softmax's weights. Rows, windows, soft caps, masks and the results of rows without tokens are as in
     `paged_attention`: write the tokens of the query first.
 
     Args:
@@ -119,7 +119,7 @@ def mla_paged_attention(
       implementation: `"mosaic"`, `"xla"`, or `None` to choose.
 
     Returns:
-      `q_nope`'s shape and dtype: latents, of which `W_UV` makes values. With `return_lse`, a pair of this and the
+      `q_nope`'s shape and dtype: latents, which `W_UV` maps to values. With `return_lse`, a pair of this and the
       natural logarithm of each softmax's denominator: float32, of the same shape without `kv_lora_rank`.
 
     Raises:

@@ -52,7 +52,7 @@ def gather_mla(
 
     Rows `cu_seq_lens[i]` to `cu_seq_lens[i + 1] - 1` are the tokens of sequence `i` from `seq_starts[i]` on, as in
     vLLM's `gather_and_maybe_dequant_cache`: the context of a prompt that is served in chunks, for attention over keys
-    and values that the model makes of latents.
+    and values that the model computes from latents.
 
     Args:
       cache: the layer's cache of an `MLAAttentionSpec`, or that of several layers.
@@ -244,7 +244,7 @@ def _token_rows(cache: KVCache, page: jax.Array, token: jax.Array) -> jax.Array:
 def _joined(shares: jax.Array) -> jax.Array:
     """Returns the rows of all shares, each of which has zeros for the tokens of others.
 
-    Added as integers, for a sum of floats would change -0.0 and NaN.
+    They are added as integers, because a sum of floats would change -0.0 and NaN.
     """
     if shares.shape[0] == 1:
         return shares[0]

@@ -41,9 +41,9 @@ def rope_and_cache_mla(
 ) -> tuple[jax.Array, KVCache]:
     """Rotates queries and rope keys by their positions, and writes latents and rope keys into their slots.
 
-    `rope_and_cache` of latents: the stored bytes are those of rotating, rounding to `k_pe`'s dtype and
-    `concat_and_cache_mla`. Queries are rotated for every token, including tokens whose slot writes nothing. As vLLM's
-    `concat_and_cache_mla_rope_fused`, but for the order of arguments and for what is in place.
+    This is `rope_and_cache` for latents: the stored bytes are the same as after rotating, rounding to `k_pe`'s dtype
+    and calling `concat_and_cache_mla`. Queries are rotated for every token, including tokens whose slot writes nothing.
+    It is vLLM's `concat_and_cache_mla_rope_fused`, except for the order of arguments and what is written in place.
 
     Args:
       q_pe: `[num_tokens, num_heads, qk_rope_head_dim]`, of `k_pe`'s dtype: the part of queries with positions.

@@ -54,8 +54,8 @@ def concat_and_cache_mla(
         at or past `cache.num_slots` write nothing. If several tokens have one slot, the last is written.
       layer: the layer to write in a cache of several, an int or an int32 scalar that may be traced. An array out of
         range writes nothing. None for a cache of one layer.
-      scale: positive float32 decode scale (`value = stored * scale`), a scalar: of latents and rope keys of fp8_e4m3,
-        of NVFP4 latents. Default: the cache's `k_scale`, or 1. Other dtypes ignore it.
+      scale: positive float32 decode scale (`value = stored * scale`), a scalar: for latents and rope keys of fp8_e4m3,
+        and for NVFP4 latents. Default: the cache's `k_scale`, or 1. Other dtypes ignore it.
       unique_slots: promises that no two written tokens share a slot. If two do, the bytes of that slot are undefined.
       implementation: `"mosaic"`, `"xla"`, or `None` to choose by the cache's device.
 

@@ -44,7 +44,7 @@ class Given(NamedTuple):
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether the bits of a sequence's results must not depend on the rest of the batch.
       implementation: of `ops.select`; None to choose.
-      query_quantization: whether prompts are attended to by products in fp8.
+      query_quantization: whether attention to prompts uses fp8 products.
     """
 
     sm_scale: float
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a `ragged_paged_attention` call serves at most, as callers give it; None for the default.
+    """Upper limits of a `ragged_paged_attention` call, as callers give them; None for the default.
 
     Attributes:
       max_q_len: query tokens of a sequence.
@@ -96,7 +96,7 @@ def as_limits(max_q_len: object, max_prompts: object, decode_q_len: object) -> L
 
 
 def buckets(limits: Limits, num_tokens: int, num_seqs: int, *, batch_invariant: bool = False) -> Buckets:
-    """Returns the sizes for a call of so many query tokens and sequences, each as small as the others allow.
+    """Returns the sizes for a call with these numbers of query tokens and sequences, each as small as the others allow.
 
     With `batch_invariant`, given numbers are not limited by the number of tokens, which depends on the batch.
     """
@@ -167,7 +167,7 @@ def window_blocks(size: object, max_q_len: object) -> int:
     """Returns the blocks of an exact window's row: they hold what the first of `max_q_len` new tokens attends to, and
     the others besides.
 
-    A block may hold the oldest of these tokens and the newest: each query sees either as its window says.
+    One block may hold both the oldest and the newest of these tokens; a query's window decides which it sees.
     """
     tokens = as_int("size", size, least=1, most=MAX_WINDOW) + as_int("max_q_len", max_q_len, least=1, most=MAX_WINDOW)
     return -(-(tokens - 1) // WINDOW_BLOCK_SIZE)
@@ -200,7 +200,7 @@ def num_reached_blocks(window: int | None, max_q_len: int, max_blocks: int, bloc
 
 
 def prompts_at_once(prompt_bytes: int, num_prompts: int) -> int:
-    """Returns how many prompts, with so many bytes of dense keys and values each, are processed at once."""
+    """Returns how many prompts, each with `prompt_bytes` of dense keys and values, are processed at once."""
     return max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
 
 

@@ -1,4 +1,4 @@
-"""Attention of long query chunks on Hopper: a gather kernel makes pages tiles, the prompt kernel attends.
+"""Attention of long query chunks on Hopper: a gather kernel copies pages to tiles, the prompt kernel attends.
 
 The kernel stores the results of each row in place, among those of the rows that decode, so that no rows are packed or
 joined. Where few rows see many tokens, their tokens are divided into splits, whose results are merged.
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
       options: the call's, with a window that restricts.
       splits: parts that a row's tokens are divided into.
       at_once: prompts of a lot, whose tiles fit in `DENSE_BYTES` of `ops.options`.
-      near: the same rows over other tokens, of which they see the last ones, as many as `near_window`; or None.
+      near: the same rows over other tokens, of which each row sees the last `near_window`; or None.
       near_window: see there.
     """
 
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
 
     @property
     def reads_results(self) -> bool:
-        """Whether results of prompts' rows have to be those of rows that attend to nothing: one more part."""
+        """Whether prompts' rows must hold results of rows that attend to nothing, to merge as one more part."""
         return self.prompts.sinks is not None and self.splits > 1
 
     def kind(self, rows: jax.Array) -> kernel.PromptKind:
@@ -121,8 +121,8 @@ def attend(launch: Launch, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Ar
 def _pages(prompts: Prompts, sequences: LayerSequences, window: int | None) -> kernel.LotPages:
     """What rows of some of the sequences see in their pages, as the kernel `schedule_prompts` finds it for torch.
 
-    Of a sequence with more than `max_q_len` rows the first ones are served, which do not see its last tokens: these
-    may be NaN, which a weight of 0 does not remove.
+    If a sequence has more than `max_q_len` rows, only its first rows are served. They do not see its last tokens, which
+    are left out: these may be NaN, which a weight of 0 does not remove.
     """
     cache, spec, (table, lens, q_ends, q_lens) = prompts.cache, prompts.cache.spec, sequences
     size, first_row = spec.block_size, lens - q_lens
@@ -166,9 +166,9 @@ def by_splits(
     results: tuple[jax.Array, jax.Array],
     splits: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `results`, of one split, with those of prompts, which `attend` stores among what it is given.
+    """Returns `results`, of one split, with the results of prompts, which `attend` stores in its arguments.
 
-    With several splits it is given memory of its own, and what `results` hold is one more part.
+    With several splits, `attend` gets memory of its own, and `results` are merged as one more part.
     """
     if splits == 1:
         return attend(results)

@@ -152,7 +152,7 @@ class Prompts(NamedTuple):
       k_scale: float32 `[]` or, for fp8, `[num_kv_heads, 1]`.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      dtype: of dense rows, keys and values: that of `Route.dense_dtype`, beside near tokens the query's.
+      dtype: of dense rows, keys and values: that of `Route.dense_dtype`; with near tokens, the query's.
     """
 
     cache: KVCache
@@ -240,11 +240,11 @@ def of_each_head(scale: jax.Array, spec: AttentionSpec, num_heads: int) -> jax.A
 class Dense(NamedTuple):
     """Dense rows, keys and values in 16 bits, which represent stored elements exactly where the layer has a scale.
 
-    Such elements fit float16, which has three mantissa bits more than bfloat16, but not times any scale. So the
-    keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16. (Keys below
-    2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
-    Elements with a scale of their token and head are decoded and rounded to the query's dtype. Unquantized pages keep
-    the query's dtype if it is theirs, else all is float32.
+    Such elements fit float16, which has three mantissa bits more than bfloat16, but their products with a scale may
+    not. So the keys are multiplied by the power of two of their scale, and the query by the rest, rounded to float16.
+    (Keys below 2**-24 are flushed to 0; none exceeds 65,504.) The caller applies the scale of the values to the result.
+    Elements with a scale of their token and head are decoded and rounded to the query's dtype. If unquantized pages
+    have the query's dtype, it is kept; otherwise all is float32.
 
     Attributes:
       prompts: the call.

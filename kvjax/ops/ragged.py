@@ -132,21 +132,21 @@ def ragged_paged_attention(
       sinks: float32 `[num_heads]`, one logit per head in natural-log units, neither scaled nor capped; -inf for none.
       tree_mask: bool `[num_seqs, decode_q_len, decode_q_len]`, or `[decode_q_len, decode_q_len]` for all sequences:
         whether query token `j` of a sequence sees its query token `i`, both counted from its first, as in
-        `paged_attention`. For sequences of at most `decode_q_len` query tokens, by default as many as it has; those of
-        fewer use its first rows and columns. Prompts, which have more, are causal.
+        `paged_attention`. It is for sequences of at most `decode_q_len` query tokens, by default as many as the mask
+        has; shorter ones use its first rows and columns. Prompts, which have more query tokens, are causal.
       return_lse: whether to return the log-sum-exp too.
       batch_invariant: whether a sequence's results have the same bits whatever the rest of the batch, for the same
         `max_q_len` and `decode_q_len`. Where no prompt kernel serves prompts, XLA then serves the call.
       max_q_len: most query tokens of a sequence, a Python int; default `num_tokens`. 1 is decode.
       max_prompts: most sequences with more query tokens than `decode_q_len`, a Python int; default: as many as
         `num_tokens` can hold.
-      decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to so many rows; a
-        Python int, default that of `tree_mask`, else `max_q_len` if that is at most 8, else 1. With 0 none does, and a
-        sequence of one query token counts towards `max_prompts`.
-      query_quantization: whether prompts (sequences with more query tokens than `decode_q_len`) are attended to by
-        products in fp8: query, weights, and elements of NVFP4 are rounded to e4m3, 3 bits after the leading one. For
-        caches of fp8_e4m3 and NVFP4, also of one's keys and the other's values, and head sizes of 32, 64, 96 and 128.
-        docs/attention.md has its error and its time.
+      decode_q_len: most query tokens of a sequence that takes the decode path, which pads each to this many rows; a
+        Python int, default that of `tree_mask`, else `max_q_len` if that is at most 8, else 1. With 0 no sequence does,
+        and a sequence of one query token counts towards `max_prompts`.
+      query_quantization: whether attention to prompts (sequences with more query tokens than `decode_q_len`) uses fp8
+        products: query, weights, and elements of NVFP4 are rounded to e4m3, 3 bits after the leading one. Supported for
+        caches of fp8_e4m3 and NVFP4, also with keys of one and values of the other, and head sizes of 32, 64, 96 and
+        128. docs/attention.md has its error and its time.
       implementation: `"mosaic"` (the kernels; an online softmax for prompts that none serves), `"xla"`, or `None` to
         choose.
 
@@ -212,8 +212,8 @@ def attend_ragged(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what `operation`, `ragged_paged_attention` or that of MLA, does, for a checked query.
 
-    `read` are the block table, the lengths, the cumulative query lengths and what of the cache is read, `others` the
-    checked sinks and the tree mask; `limits` are checked.
+    `read` holds the block table, the lengths, the cumulative query lengths, and the layer and scales to read with;
+    `others` the checked sinks and the tree mask; `limits` are checked.
     """
     return_lse = as_bool("return_lse", given.return_lse)
     call = prepared(cache, query, read, others, given, limits)

@@ -76,19 +76,19 @@ def ragged_attention(
 
     Sequence `i` has the rows `cu_q_lens[i]:cu_q_lens[i + 1]` of the query, and the rows
     `cu_kv_lens[i]:cu_kv_lens[i + 1]` of keys and values. With `causal` its query rows are its last tokens, so row `j`
-    of them attends to the first `kv_len_i - q_len_i + j + 1`; without, every row to all. These are the parts of a
-    prompt over latents (MLA): the chunk itself, and pieces of the context, which `merge_attention_states` joins. As
-    `flash_attn_varlen_func` in vLLM and FlashInfer's ragged prefill, with natural logarithms.
+    of them attends to the first `kv_len_i - q_len_i + j + 1`; without `causal`, every row attends to all. These are the
+    parts of a prompt over latents (MLA): the chunk itself, and pieces of the context, which `merge_attention_states`
+    joins. It is the same as `flash_attn_varlen_func` in vLLM and FlashInfer's ragged prefill, with natural logarithms.
 
-    A row that attends to nothing is 0, and its log-sum-exp is -inf; so are rows of no sequence, as those
-    past `cu_q_lens[-1]`. Keys and values of no sequence may hold anything.
+    A row that attends to nothing is 0, and its log-sum-exp is -inf; so are rows of no sequence, such as those past
+    `cu_q_lens[-1]`. Keys and values of no sequence may hold anything.
 
     Args:
       query: `[num_tokens, num_heads, head_size]`; float32, float16 or bfloat16. `num_heads` is a multiple of
         `num_kv_heads`; neighbouring query heads share a KV head.
       key: `[num_kv_tokens, num_kv_heads, head_size]`, of the query's dtype.
-      value: `[num_kv_tokens, num_kv_heads, head_size_v]`, likewise. The kernel takes arrays of other than a multiple of
-        8 tokens, or of less than 128, as copies with padding.
+      value: `[num_kv_tokens, num_kv_heads, head_size_v]`, likewise. The kernel reads padded copies of arrays whose
+        number of tokens is not a multiple of 8 or is less than 128.
       cu_q_lens: int32 `[num_seqs + 1]`, cumulative query lengths: starts with 0 and never decreases.
       cu_kv_lens: int32 `[num_seqs + 1]`, cumulative lengths of keys and values, likewise.
       causal: whether rows attend only to tokens that are not after their own.

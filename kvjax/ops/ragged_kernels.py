@@ -38,14 +38,14 @@ class StaticOptions(NamedTuple):
 def as_read_of_step(
     arrays: Sequence[Any], softmax: kernel.Softmax
 ) -> tuple[kernel.ReadArrays, jax.Array, jax.Array, kernel.Softmax]:
-    """Returns the arrays of an implementation without the rows of sequences, these, and the options."""
+    """Returns an implementation's arrays without the bounds of sequences' rows, these bounds, and the options."""
     block_table, seq_lens, q_starts, q_ends, *others = arrays
     read, softmax = as_read((block_table, seq_lens, *others), softmax)
     return read, q_starts, q_ends, softmax
 
 
 class StepRows(NamedTuple):
-    """Whose the rows of a step are. Shapes are static; the device computes which path serves a sequence.
+    """The sequences that rows of a step belong to. Shapes are static; the device computes which path serves a sequence.
 
     Attributes:
       rows: the sequence of each row.
@@ -82,7 +82,7 @@ class StepRows(NamedTuple):
     def packed(self, query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The last `decode_q_len` rows of each sequence, `[num_seqs, decode_q_len, num_heads, head_size]`.
 
-        Also which of them it has, and which rows they are.
+        Also returns which of them the sequence has, and their indices in `query`.
         """
         from_last = jnp.arange(-self.decode_q_len, 0)[None, :]
         is_row = self.q_lens[:, None] + from_last >= 0

@@ -49,9 +49,9 @@ def rope_and_cache(
 ) -> tuple[jax.Array, KVCache]:
     """Rotates queries and keys by their positions, and writes keys and values into their slots.
 
-    The stored bytes are those of rotating, rounding to `key`'s dtype and writing. A pair `(x, y)` of elements becomes
-    `(x * cos - y * sin, y * cos + x * sin)`, in float32, with each product rounded. Queries are rotated for every
-    token, including tokens whose slot writes nothing.
+    The stored bytes are the same as after rotating, rounding to `key`'s dtype and writing. A pair `(x, y)` of elements
+    becomes `(x * cos - y * sin, y * cos + x * sin)`, in float32, with each product rounded. Queries are rotated for
+    every token, including tokens whose slot writes nothing.
 
     Args:
       query: `[num_tokens, num_heads, head_size]` or `[batch, time, num_heads, head_size]`, of `key`'s dtype.

@@ -25,7 +25,7 @@ from kvjax.spec import AttentionSpec
 
 
 class Query(NamedTuple):
-    """What of a call decides what serves it.
+    """The properties of a call that decide what serves it.
 
     Attributes:
       dtype: float32, float16 or bfloat16.
@@ -34,7 +34,7 @@ class Query(NamedTuple):
       has_prompts: whether sequences with more query tokens than `decode_q_len` may come.
       invariant: sizes of a batch-invariant call over a JAX array, whose workspace grows with them; None for others.
       rows: query heads times query tokens of a sequence that decodes, for latents; None where unknown: maybe many.
-      query_quantization: whether prompts are attended to by products in fp8.
+      query_quantization: whether attention to prompts uses fp8 products.
       has_plain_softmax: whether it has neither soft cap nor sinks and asks for no log-sum-exp, which torch's own
         attention does not compute.
     """
@@ -68,7 +68,7 @@ class Route(NamedTuple):
 
 
 def route(spec: AttentionSpec, query: Query, target: Target | None) -> Route:
-    """Returns what serves a call over caches of a spec; `target` is None for an unknown GPU, as able as any."""
+    """Returns what serves a call over caches of a spec; None as `target`, an unknown GPU, means `Target()`."""
     target = target or Target()
     dense = prompt_kernel.fp8.DTYPE if query.query_quantization else prompt_kernel.dense_dtype(spec, query.dtype)
     neither = _why_neither_kernel(spec, query)
@@ -121,7 +121,7 @@ def check_query_quantization(what: object, spec: AttentionSpec, query: Query) ->
 
     Raises:
       KVCacheTypeError: another type.
-      UnsupportedError: products in fp8 serve no prompts of the query over caches of the spec, on whatever GPU.
+      UnsupportedError: fp8 products serve no prompts of the query over caches of the spec, on any GPU.
     """
     asked = as_bool("query_quantization", what)
     if asked and (reason := why_no_query_quantization(spec, query)):
@@ -130,7 +130,7 @@ def check_query_quantization(what: object, spec: AttentionSpec, query: Query) ->
 
 
 def why_no_query_quantization(spec: AttentionSpec, query: Query) -> str | None:
-    """Why products in fp8 serve no prompts over caches of a spec, on whatever GPU; None if they do."""
+    """Why fp8 products serve no prompts over caches of a spec, on any GPU; None if they do."""
     if bad := [part.value for part in spec.dtype.parts if part.byte_format not in _FP8_OPERANDS]:
         expected = ", ".join(dtype.value for dtype in sorted(_FP8_OPERANDS, key=lambda dtype: dtype.value))
         return f"query_quantization: got a cache with keys or values of {bad[0]}, expected {expected}"
@@ -144,7 +144,7 @@ def why_no_query_quantization(spec: AttentionSpec, query: Query) -> str | None:
 
 
 _FP8_OPERANDS = frozenset({KVCacheDType.FP8_E4M3, KVCacheDType.NVFP4})
-"""Dtypes of keys or values that e4m3 holds, or rounds; that of 4/6 is NVFP4's."""
+"""Byte formats of keys or values that e4m3 holds, or rounds. The format of 4over6 is NVFP4's."""
 
 
 def _why_no_prompts(spec: AttentionSpec, query: Query, why_no_prompt_kernel: str | None) -> str | None:

@@ -21,7 +21,7 @@ from kvjax.pages import PageRegion, swizzled_position
 from kvjax.spec import AttentionSpec
 
 KEYS, VALUES = 0, 1
-"""Indices in `PageRegions`, and on the axis of two of arrays that have one."""
+"""Indices in `PageRegions`, and on the axis of size 2 of arrays that have one."""
 
 
 # Jitted because keys and values are alike: tracing and lowering one takes as long as the rest of an operation.
@@ -106,7 +106,7 @@ def _scatter_region(
 ) -> jax.Array:
     """Writes rows `[num_tokens, num_kv_heads, row]` into one region of flat pages `[num_blocks, page_elements]`.
 
-    Both have the array's dtype, of one byte but for unquantized latents.
+    Both have the array's dtype, which has one byte except for unquantized latents.
     """
     num_tokens, num_heads, row = rows.shape
     base, token_stride, head_stride = (

@@ -1,7 +1,7 @@
 """Online softmax: the masked softmax of every attention in XLA.
 
 Keys and values come in chunks, which bounds memory for any length. After each chunk a row has the largest logit so far,
-the sum of `exp(logit - largest)` and the values weighted with these, which the next chunk rescales
+the sum of `exp(logit - largest)`, and the sum of the values with these weights. The next chunk rescales both sums
 (https://arxiv.org/abs/2205.14135, algorithm 1).
 """
 
@@ -38,8 +38,8 @@ class Tree(NamedTuple):
     def sees(self, token: jax.Array, window: Any) -> jax.Array:
         """Whether rows see tokens `[num_tokens]` of their sequences, `[num_seqs, q_len, num_tokens]`.
 
-        A window is by a row's position, which follows the tokens before the query as its depth says. Of the query
-        tokens the words leave out what is not in it.
+        A window counts from a row's position: the number of tokens before the query plus the row's depth. The words
+        already leave out query tokens that are not in the window.
         """
         depth, words = lax.bitcast_convert_type(self.rows[..., 0], jnp.int32), self.rows[..., TREE_DEPTHS:]
         number = token[None, :] - (self.seq_lens[:, None] - self.num_tokens)
@@ -69,7 +69,7 @@ class TokenChunks(NamedTuple):
 
 
 class InFp8(NamedTuple):
-    """Which sequences are attended to as by products in fp8.
+    """Which sequences are attended to with the roundings of fp8 products.
 
     Attributes:
       is_any: bool `[num_seqs]`.
@@ -116,8 +116,8 @@ def attend(
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
       spec: of the cache that they are of.
       softmax: the options.
-      is_fp8: bool `[num_seqs]`, whose query and weights are rounded as products in fp8 round them, like their keys and
-        values; None for none.
+      is_fp8: bool `[num_seqs]`, the sequences whose query and weights are rounded as fp8 products round them, like
+        their keys and values; None for none.
 
     Returns:
       float32 `[num_seqs, num_rows, num_heads, head_size_v]` and `[num_seqs, num_rows, num_heads]`.
@@ -224,8 +224,8 @@ def attend_pages(
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `attend` on the pages of a cache of one layer, decoded to float32, and rounded where `in_fp8` says.
 
-    The layer of `arrays` is not read; the rest is as there. With `batch_invariant` the size of chunks does not depend
-    on the number and the lengths of sequences.
+    The layer in `arrays` is not read; the other arguments are those of `attend`. With `batch_invariant` the size of
+    chunks does not depend on the number and the lengths of sequences.
     """
     spec = cache.spec
     block_table, seq_lens, _, k_scale, v_scale, sinks, tree = arrays

@@ -62,7 +62,7 @@ def state_to_host(states: Any, slot: int) -> np.ndarray:
 
 
 def state_from_host(states: Any, state: np.ndarray) -> Any:
-    """Returns the state of bytes that `state_to_host` returned, where `states` are, for `put_state`."""
+    """Returns the state whose bytes `state_to_host` returned, placed where `states` are, for `put_state`."""
     is_here = isinstance(states, np.ndarray)
     stored = states.dtype if is_here else f"uint{8 * states.dtype.itemsize}"
     own = state.view(stored).reshape(1, *states.shape[1:])
@@ -70,7 +70,7 @@ def state_from_host(states: Any, state: np.ndarray) -> Any:
 
 
 def put_state(what: str, states: Any, state: Any, slot: int) -> Any:
-    """Writes a state of `state_from_host` into a slot of the array `what`, in place; one of JAX is donated."""
+    """Writes a state of `state_from_host` into a slot of the array `what`, in place; a JAX array is donated."""
     if isinstance(states, np.ndarray):
         states[slot : slot + 1] = state
         return states

@@ -40,8 +40,8 @@ def words_of_rows(
 ) -> jax.Array:
     """Returns `kernel.ReadArrays.tree` for each row of a ragged query, `[num_tokens, 2 + words]`.
 
-    It is of the last tokens of a sequence, as many as `mask`, `[num_seqs, tokens, tokens]`, has for query tokens. Those
-    of a sequence with fewer begin with context, which is a chain. One with more rows has no tree: it is a chain, too.
+    It covers as many last tokens of a sequence as `mask`, `[num_seqs, tokens, tokens]`, has query tokens. If a sequence
+    has fewer, the first are context, which is a chain. A sequence with more has no tree: it is a chain, too.
     """
     most = mask.shape[-1]
     seq = RowSequences.of(num_tokens, q_starts, q_ends).seq
@@ -61,8 +61,7 @@ def words_of_rows(
 def packed_words(of_rows: jax.Array, index: jax.Array, is_row: jax.Array) -> jax.Array:
     """Returns `of_rows[index]`, `[num_seqs, tokens, 2 + words]`, where a sequence has a row.
 
-    A row of padding, which precede the others, is at the position of the first: further back are tokens that may be
-    NaN.
+    Rows of padding precede the others. They are at the position of the first real row: tokens further back may be NaN.
     """
     first = jnp.sum(~is_row, axis=1, dtype=jnp.uint32)[:, None, None]
     padding = jnp.where(np.arange(of_rows.shape[1]) < TREE_DEPTHS, first, jnp.uint32(0))

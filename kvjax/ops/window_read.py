@@ -1,4 +1,4 @@
-"""Attention of a step over pages and the ring of an exact window: rows of either kind take one kernel for both."""
+"""Attention of a step over pages and the ring of an exact window: for each kind of rows, one kernel reads both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvjax.spec import AttentionSpec
 
 
 class CachePart(NamedTuple):
-    """What queries read of one of both caches; they see other tokens in either.
+    """What queries read of one of the two caches; they see different tokens in each.
 
     Attributes:
       cache: the cache.
@@ -39,7 +39,7 @@ class CachePart(NamedTuple):
       seq_lens: int32 `[num_seqs]`; rows see tokens as those of `ragged_paged_attention` do.
       stored: the layer and the scales.
       sliding_window: tokens that a row sees; None for no window, `OF_LAYER` for the layer's.
-      query_quantization: whether prompts are attended to by products in fp8.
+      query_quantization: whether attention to prompts uses fp8 products.
     """
 
     cache: KVCache
@@ -57,7 +57,7 @@ class QueryRows(NamedTuple):
       query: `[num_tokens, num_heads, head_size]`, checked.
       cu_q_lens: as in `ragged_paged_attention`.
       sinks: likewise.
-      given: the options; what a `CachePart` has is not read.
+      given: the options; those that a `CachePart` has are not read here.
       limits: the sizes that the program is compiled for.
     """
 
@@ -75,7 +75,7 @@ class QueryRows(NamedTuple):
     def attend_both(self, pages: CachePart, ring: CachePart) -> jax.Array:
         """Attends to pages and to a ring, whose heads are those of the pages; returns the output.
 
-        By one operation if one kernel can read both, and devices divide the heads of both alike.
+        It runs one operation if one kernel can read both, and devices divide the heads of both alike.
         """
         caches = local_view(pages.cache), local_view(ring.cache)
         dims = shared_division(*caches)
@@ -87,7 +87,7 @@ class QueryRows(NamedTuple):
             return merge_attention_states([near[0], far[0]], [near[1], far[1]])[0]
         serve = select.choose("exact_window_attention", self.given.implementation, _candidates(asked, dims), caches[0])
         of_pages, of_ring = calls
-        # Those of the rows of sequences are the same in both.
+        # The bounds of sequences' rows are the same in both calls.
         arrays = *of_pages.arrays, caches[1].kv, *of_ring.arrays[:2], *of_ring.arrays[4:]
         options = of_pages.options, of_ring.options
         of_window = caches[1].spec, caches[1].num_layers
@@ -116,7 +116,7 @@ class QueryRows(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What of a call decides whether one kernel reads both caches.
+    """The properties of a call that decide whether one kernel reads both caches.
 
     Attributes:
       queries: of the calls over pages and over the ring.
@@ -177,9 +177,9 @@ def _both_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends with the kernels; returns what `_both_xla` does.
 
-    Rows that decode take one kernel, and so do those of prompts if the prompt kernel serves them in 16 bits. Else
-    they attend over the ring and over pages apart: the former results have those of the decode kernel among them, which
-    the latter leave as they are.
+    Rows that decode take one kernel, and so do those of prompts if the prompt kernel serves them in 16 bits. Otherwise
+    prompts attend over the ring and over pages separately: the results over the ring include those of the decode
+    kernel, and the results over pages leave these as they are.
     """
     recent, of_pages, of_ring = _split(cache, arrays, ring)
     far, q_starts, q_ends, softmax = as_read_of_step(of_pages, options[0].softmax)

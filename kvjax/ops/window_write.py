@@ -20,14 +20,14 @@ from kvjax.partition import CACHE, Signature, partition_of
 
 
 class RingUpdate(NamedTuple):
-    """A ring, and a step whose last tokens of each sequence it takes.
+    """A ring, and a step. The last tokens of each of the step's sequences are written to the ring.
 
     The token at position p of a sequence goes to slot `p % (blocks_per_row * block_size)` of its row.
 
     Attributes:
       ring: a cache in the model dtype, whose blocks form rows.
       blocks_per_row: blocks of a row.
-      longest: most new tokens of a sequence. Of a longer one, earlier ones are not written.
+      longest: most new tokens of a sequence. If a sequence has more, its earlier ones are not written.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, the new ones included.
       cu_q_lens: int32 `[num_seqs + 1]`, where its new tokens begin and end.
       window_rows: int32 `[num_seqs]`, its row; nothing is written of a sequence whose row the ring does not have.
@@ -118,7 +118,7 @@ def _ring_xla(
 
 
 def _kept_tokens(ring: kernel.WindowRing, num_tokens: int) -> tuple[jax.Array | None, jax.Array]:
-    """Returns the new tokens that rows keep, as an index, and their slots; an index of None is that of all tokens.
+    """Returns the new tokens that rows keep, as an index, and their slots; an index of None stands for all tokens.
 
     The index has `kept` tokens of each sequence, unless the step has fewer; slots of those that it lacks are -1.
     """

@@ -83,7 +83,7 @@ def reshape_and_cache_flash(
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype, layout or scale; the message names it.
       UnsupportedError: the requested implementation cannot serve this call.
-      KVCacheTypeError: on differentiation with respect to any argument, for rounding has no useful gradient.
+      KVCacheTypeError: on differentiation with respect to any argument, because rounding has no useful gradient.
     """
     check_cache(cache)
     check_keys_and_values("reshape_and_cache_flash", cache.spec, "concat_and_cache_mla")
@@ -148,7 +148,7 @@ def write_xla(cache: KVCache, *tokens: jax.Array | None, unique_slots: bool) -> 
         # Of rows with one index, XLA's scatter keeps the last on CPU; elsewhere it may mix their elements.
         only_last = functools.partial(last_of_each_slot, num_slots=cache.num_slots)
         slot_mapping = lax.platform_dependent(slot_mapping, cpu=lambda slots: slots, default=only_last)
-    # Past the last page, for a negative index would count from the end.
+    # Past the last page, because a negative index would count from the end.
     page = pages_of(cache, layer, slot_mapping // spec.block_size, otherwise=cache.num_pages)
     token = (slot_mapping % spec.block_size).astype(jnp.int32)
     pages = as_one_layer(cache)
@@ -215,7 +215,7 @@ def own_slots(
     slot_mapping: jax.Array,
     *others: Any,
 ) -> tuple[Any, ...]:
-    """Returns slots in a share's numbering, computed by block, for the share's first slot may not fit int32."""
+    """Returns slots in a share's numbering, computed by block, because the share's first slot may not fit int32."""
     block = slot_mapping // spec.block_size - first_block.astype(slot_mapping.dtype)
     slots = block * spec.block_size + slot_mapping % spec.block_size
     return key, value, jnp.where((block >= 0) & (block < num_blocks), slots, -1), *others
