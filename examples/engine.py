@@ -188,7 +188,7 @@ class Engine:
             self._running.append(request)
 
     def _reserve(self, batch: Batch) -> Batch:
-        """Makes room for a step, if need be without the requests that came last; returns who is left, one at least."""
+        """Makes room for a step, if need be without the requests that came last; returns the requests that are left."""
         while True:
             try:
                 self._pool.append([request.sequence for request, _ in batch], [len(new) for _, new in batch])
