@@ -10,7 +10,7 @@ Modules:
 - `choice`: what the kernel serves, and how each call is launched.
 - `warp`: thread and warp indices.
 - `query`, `keys`, `seen` (the mask), `softmax`, `values`: the steps of a stage.
-- `loop`: the loop over stages; `decode` is what the kernel does with one.
+- `loop`: the loop over stages; `decode`: what the kernel does with each stage.
 - `segments`: the epilogue, which stores results and partial results.
 - `merge`: the second kernel.
 - `launch`: both kernels: their grids, workspace and shared memory.

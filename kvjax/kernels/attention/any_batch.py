@@ -58,7 +58,7 @@ class AnyBatch:
     target: Target
 
     def config(self, num_seqs: int, max_blocks: int) -> Launch:
-        """How the kernels are launched for sizes of the block table; 0 blocks where these are known at launch only."""
+        """How the kernels are launched for sizes of the block table; `max_blocks` is 0 if known only at launch."""
         return choose(dataclasses.replace(self.problem, num_seqs=num_seqs, max_blocks=max_blocks), self.target)
 
     def decode(self, config: Launch) -> AnyCount:
@@ -130,13 +130,13 @@ class BatchKind:
       has_sinks: whether heads have sinks.
       one_memory: whether values are in the pages of keys, and so are the positions of their rows. The kernel then does
         not read its argument for values.
-      scale_pages: of keys and of values that have a scale for each token and head, the memory of these; None for
-        scales beside the data.
+      scale_pages: memory of the scales of keys and of values that have a scale for each token and head; None for scales
+        beside the data.
       num_layers: layers whose pages lie next to each other in a block, one of which a call selects; None for one.
       tree: as in `Problem`.
-      joined_query: over latents, whether both parts of a row of the query lie next to each other, in an array of
-        `head_size` columns. The kernel for few rows then takes this array alone, the kernel of `wgmma` also the array
-        from the second part on. Otherwise they are two contiguous arrays.
+      joined_query: over latents, whether both parts of a query row are adjacent, in an array of `head_size` columns.
+        The kernel for few rows then takes only this array; the `wgmma` kernel also takes the array from the second part
+        on. Otherwise the parts are two contiguous arrays.
     """
 
     spec: AttentionSpec

@@ -50,7 +50,7 @@ class RingArrays(NamedTuple):
       pages: `[num_blocks, ...]`, those of the ring.
       block_table: int32 `[num_seqs, columns]`, as in `ReadArrays`.
       seq_lens: int32 `[num_seqs]`, likewise.
-      q_lens: int32 `[num_seqs]`, the query tokens that a sequence has: the last ones of the call's.
+      q_lens: int32 `[num_seqs]`, how many query tokens each sequence has: the last ones of the call's.
     """
 
     pages: jax.Array
@@ -65,7 +65,7 @@ class JointBatch:
 
     Attributes:
       pages: the description of the call over pages; its counts are 0, because they are known at launch.
-      ring: of that over the ring, of the same query.
+      ring: the description of the call over the ring, with the same query.
       target: the GPU.
     """
 
@@ -74,12 +74,12 @@ class JointBatch:
     target: Target
 
     def sized(self, num_seqs: int, max_blocks: int, ring_blocks: int) -> tuple[Problem, Problem]:
-        """Both problems, for so many sequences, and entries of the block table of either."""
+        """Both problems, for the given numbers of sequences and of entries of each block table."""
         pages = dataclasses.replace(self.pages, num_seqs=num_seqs, max_blocks=max_blocks)
         return pages, dataclasses.replace(self.ring, num_seqs=num_seqs, max_blocks=ring_blocks)
 
     def config(self, num_seqs: int, max_blocks: int, ring_blocks: int) -> JointConfig:
-        """How the kernels are launched; 0 blocks where these are known at launch only."""
+        """How the kernels are launched; a number of blocks is 0 if it is known only at launch."""
         return joint.choose(*self.sized(num_seqs, max_blocks, ring_blocks), self.target)
 
     def why_not(self, num_seqs: int, max_blocks: int, ring_blocks: int) -> str | None:
@@ -120,8 +120,8 @@ def attend(
       config: how they are launched.
       query: `[num_seqs, q_len, num_heads, head_size]`.
       pages: `[num_blocks, ...]`, the array of a cache.
-      read: the other arrays. The layer is that of the ring too.
-      ring: of the ring.
+      read: the other arrays. The layer also applies to the ring.
+      ring: the arrays of the ring.
 
     Returns:
       The output `[num_seqs, q_len, num_heads, head_size_v]` and the float32 log-sum-exp `[num_seqs, q_len, num_heads]`.
@@ -147,7 +147,7 @@ def _page_arguments(problem: Problem, prefix: str = "") -> tuple[Argument, ...]:
 
 
 def _of_both[Named](named: Mapping[str, Named]) -> tuple[dict[str, Named], dict[str, Named]]:
-    """What a call over pages has, by name, and what one over the ring has: what it shares with pages, and its own."""
+    """Splits items by name into those of a call over pages, and those of one over the ring: shared ones and its own."""
     of_pages = {name: x for name, x in named.items() if not name.startswith(RING)}
     return of_pages, of_pages | {name.removeprefix(RING): x for name, x in named.items() if name.startswith(RING)}
 

@@ -76,16 +76,16 @@ class OneCache(NamedTuple):
 
 
 def decode_both(query: jax.Array, pages: OneCache, ring: OneCache, q_lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention of the last tokens of each sequence over two caches, of which the second has other tokens.
+    """Attention of the last tokens of each sequence over two caches, which hold different tokens.
 
     Args:
       query: float16 or bfloat16 `[num_seqs, q_len, num_heads, head_size]`.
       pages: a cache, and the call's sinks.
-      ring: one of the same heads, head sizes and layer, without sinks; only masks may differ in the options.
+      ring: a cache of the same heads, head sizes and layer, without sinks; of the options, only masks may differ.
       q_lens: int32 `[num_seqs]`, the query tokens of each sequence, the last ones of `q_len`.
 
     Returns:
-      What `decode` does; undefined for query tokens that a sequence does not have.
+      As `decode`; results are undefined for query tokens that a sequence does not have.
     """
 
     def attend_pass(query: jax.Array, one: Pass | None) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +112,7 @@ class Pass(NamedTuple):
     """One of several passes over the pages of a call.
 
     Attributes:
-      heads: of each KV head, those of its query heads that it serves.
+      heads: the query heads of each KV head that the pass serves.
       tokens: the query tokens that it serves.
       group: query heads of a KV head.
       q_len: query tokens.
@@ -124,7 +124,7 @@ class Pass(NamedTuple):
     q_len: int
 
     def of(self, read: ReadArrays) -> ReadArrays:
-        """What it reads: earlier query tokens are the last tokens of a shorter sequence."""
+        """What the pass reads; earlier query tokens are treated as the last tokens of a shorter sequence."""
         lens, sinks = read.seq_lens, read.sinks
         lens = lens if self.tokens.stop == self.q_len else jnp.maximum(lens, 0) - (self.q_len - self.tokens.stop)
         own_sinks = None if sinks is None else sinks.reshape(-1, self.group)[:, self.heads].reshape(-1)
@@ -136,7 +136,7 @@ def _by_passes(
     spec: AttentionSpec,
     attend_pass: Callable[[jax.Array, Pass | None], tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array]:
-    """Attends in one pass, None, or in as many as the rows of a KV head take."""
+    """Attends in one pass (None), or in as many passes as the rows of a KV head need."""
     num_seqs, q_len, num_heads, head_size = query.shape
     group = num_heads // spec.num_kv_heads
     divided = passes(spec, group, q_len)

@@ -102,7 +102,7 @@ def why_not(spec: AttentionSpec, invariant_batch: BatchSizes | None = None, targ
     """Why the kernel cannot read caches of a spec; None where it can.
 
     `invariant_batch` are the sizes of a batch-invariant call; None for other calls, whose workspace has a fixed size.
-    `target` is None where the GPU is unknown: then it is one with the most shared memory.
+    `target` is None if the GPU is unknown; a GPU with the most shared memory is then assumed.
     """
     target = target or Target()
     if spec.is_mla:
@@ -198,7 +198,7 @@ def passes(spec: AttentionSpec, group: int, q_len: int) -> list[tuple[slice, lis
 
 
 def sizes_of_passes(spec: AttentionSpec, batch: BatchSizes) -> list[BatchSizes]:
-    """The sizes of the passes of a call, of each run of heads the largest."""
+    """The sizes of the largest pass of a call for each run of heads."""
     return [
         batch._replace(q_len=runs[0].stop - runs[0].start, group=heads.stop - heads.start)
         for heads, runs in passes(spec, batch.group, batch.q_len)
@@ -212,10 +212,10 @@ def choose(problem: Problem, target: Target) -> DecodeConfig:
 
 
 def choose_for(problems: Sequence[Problem], target: Target) -> list[DecodeConfig]:
-    """The configurations for problems that share thread blocks: of as many heads as fit, then as many tiles per warp.
+    """The configurations for problems that share thread blocks: as many heads as fit, then as many tiles per warp.
 
     Launches one block per multiprocessor, which has room for one, and at least one for each problem. Heads and warps
-    are the best for the first problem with which a stage of any other fits.
+    are the best for the first problem among those with which a stage of each other problem fits.
     """
     num_kv_heads, limit = problems[0].spec.num_kv_heads, pipeline_bytes(target)
     max_warps = WARPS if compat.interpreting() else MAX_WARPS  # interpret mode has no barrier across warpgroups
@@ -239,7 +239,7 @@ def choose_for(problems: Sequence[Problem], target: Target) -> list[DecodeConfig
 
 
 def _pipeline(problem: Problem, heads: int, warps: int, blocks: int, limit: int) -> DecodeConfig:
-    """The configuration of so many heads, warps and thread blocks."""
+    """The configuration for given numbers of heads, warps and thread blocks."""
     groups = warps // heads
     tile_bytes = stage_layout(problem, heads, 1).stage_bytes
     tiles = worthwhile_tiles(problem, min(MAX_TILES, limit // (groups * tile_bytes * SLOTS)), blocks * groups)
@@ -250,11 +250,11 @@ def _pipeline(problem: Problem, heads: int, warps: int, blocks: int, limit: int)
 
 
 def worthwhile_tiles(problem: Problem, most: int, groups: int) -> int:
-    """The tiles of a warp in a stage, of at most `most`, where so many groups of warps divide the tokens of a call."""
+    """The number of tiles per warp in a stage, at most `most`, when `groups` groups of warps share a call's tokens."""
     num_seqs, max_blocks = int(problem.num_seqs), int(problem.max_blocks)
     tiles = max(1, most)
-    # The configuration of a batch-invariant call must not depend on the batch, and 0 blocks are known at launch only:
-    # then sequences may be long.
+    # The configuration of a batch-invariant call must not depend on the batch. 0 blocks means that the number is known
+    # only at launch: sequences may then be long.
     if max_blocks and not problem.batch_invariant:
         tokens = max_blocks * problem.spec.block_size
         if problem.reach is not None:

@@ -2,12 +2,12 @@
 
 A thread block takes all KV heads of a group and a share of all tokens; its warps divide heads and tokens of each stage.
 A warp takes one KV head, whose query rows (its query heads, for each query token) are the columns of its matrix
-products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. Each stored row is
-decoded once for all query rows, into the operand that is distributed over all threads of the warp, and the small
-dimension of the instruction holds the few query rows.
+products: logits `[tokens, rows] = keys @ query`, output `[dims, rows] += values @ weights`. Each stored row is decoded
+once for all query rows, into the operand that is distributed over all threads of the warp. The few query rows take the
+small dimension of the instruction.
 
-This module is what the kernel does with a stage; `loop` is the loop over them. Its steps are `query`, `keys`, `seen`,
-`softmax` and `values`; the epilogue is `segments`.
+This module defines what the kernel does with a stage; `loop` is the loop over stages. Its steps are `query`, `keys`,
+`seen`, `softmax` and `values`; the epilogue is `segments`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The order of dims does not matter to attention as long as query and keys agree, 
 takes contiguous bytes of a row and decodes them in place, and the query is permuted to match, once.
 
 **Keys** are the operand of 16 tokens by 16 dims. The four threads of row `g` share the rows of tokens `g` and `g + 8`:
-thread `c` has *units* `c`, `c + 4`, ... of each row, runs of up to 16 bytes. `Format.key_pairs` makes of a unit's words
-the pairs of elements that registers of the operand hold, two pairs of each token for a step of 16 dims;
-`Format.key_dims` says which dims of the unit those are. NVFP4, for a word of eight codes:
+thread `c` has *units* `c`, `c + 4`, ... of each row, runs of up to 16 bytes. `Format.key_pairs` turns a unit's words
+into the pairs of elements that the operand's registers hold, two pairs of each token for a step of 16 dims;
+`Format.key_dims` says which dims of the unit those are. For NVFP4, a word has eight codes:
 
 ```
 word        7654 3210       code 0 in the lowest bits
@@ -14,20 +14,21 @@ pairs       (0, 4) (1, 5) (2, 6) (3, 7)     code i of both halves of the word
 ```
 
 **Values** are the operand of 16 dims by 16 tokens, so a register holds one dim of two neighbouring tokens. `ldmatrix`
-with `.trans` hands those out in units of 16 bits: thread `(g, c)` gets unit `g` of tokens `2c` and `2c + 1`, one
-element of 16 bits, two of 8, or four of 4 (`Format.elements_per_unit`). `Format.value_pairs` makes a register of each.
+with `.trans` distributes values in units of 16 bits: thread `(g, c)` gets unit `g` of tokens `2c` and `2c + 1`, one
+element of 16 bits, two of 8, or four of 4 (`Format.elements_per_unit`). `Format.value_pairs` makes one register for
+each element.
 
 e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
-has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`, code 1 a subnormal in both.
-The product with the block scale, an e4m3 number that float16 holds exactly, is exact too. From compute capability 10.0
-on an instruction converts the two codes of a byte: for keys as they lie, for values after the codes of two tokens were
-put beside each other.
+has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`; code 1 is a subnormal in
+both formats. The product with the block scale, an e4m3 number that float16 holds exactly, is exact too. From compute
+capability 10.0 on, an instruction converts the two codes of a byte: of keys as they are stored, of values after the
+codes of two tokens have been put side by side.
 
 Rows with a scale each become bfloat16, which holds their elements exactly. `Keys` multiplies logits by the scales of
 keys. `softmax.weights` multiplies weights by the scales of values; the products may exceed float16's range.
 
-float32 is a sum of bfloat16 *terms*, each the upper half of what the terms before it leave: three are exact, and so are
-keys. Values have two, 16 bits, for their products are with weights of 8.
+A float32 is split into bfloat16 *terms*, each the upper half of the remainder after the terms before it. Keys have
+three terms, which are exact. Values have two, 16 bits, because they are multiplied by weights of 8 bits.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Format:
         """The pairs of a unit.
 
         Args:
-          words: the unit, uint32; of a unit of 2 bytes the lower half of one.
+          words: the unit, uint32; a unit of 2 bytes is the lower half of a word.
           unit_bytes: its size.
           scales: NVFP4: the block scale of each run of 16 elements of the unit, in both halves of a float16 pair.
         """
@@ -209,7 +210,7 @@ class Format:
         raise UnsupportedError(f"dtype: got {self.dtype.value!r}, which attention does not decode")
 
     def value_pairs(self, word: jax.Array, scale: jax.Array | None) -> list[jax.Array]:
-        """Of units of two tokens, in the lower and the upper half, a pair for each of their elements.
+        """A pair for each element of two tokens' units, which are the lower and the upper half of `word`.
 
         `scale`: NVFP4: the two tokens' block scales, a float16 pair.
         """
@@ -322,7 +323,8 @@ def _from_e2m1(word: jax.Array, index: int) -> jax.Array:
 def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
     """The pairs `_CONVERTED_PAIRS` of a word's codes as float16, times `2**-6`.
 
-    As e4m3, which has the fields of e2m1 two bits further up and a bias larger by 6, and from there by an instruction.
+    Codes are first written as e4m3, which has the fields of e2m1 two bits higher and a bias larger by 6. An instruction
+    then converts e4m3 to float16.
     """
     return [from_e4m3(codes, half) for codes in _e2m1_as_e4m3(word) for half in range(2)]
 

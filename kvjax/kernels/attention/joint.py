@@ -1,11 +1,11 @@
 """Both kernels of a call over two caches: pages, and the ring of an exact window with the last tokens of each sequence.
 
-Thread blocks are divided between the caches by how much work each has, and those of a cache divide its work as ever. So
-the ring delays no block that attends to pages, and adds no kernel.
+Thread blocks are divided between the caches by how much work each has, and the blocks of a cache divide its work as
+usual. Thus the ring delays no block that attends to pages, and adds no kernel.
 
 A sequence may have tokens in either cache, so all results are parts, which the merge combines. The factor that makes up
-for the rounding of a row's largest weight depends on the cache's dtype: parts are stored with that of their own largest
-weight.
+for the rounding of a row's largest weight depends on the cache's dtype, so each part is multiplied by the factor for
+its own largest weight before it is stored.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class JointSource(NamedTuple):
 
     @property
     def stage_cost(self) -> int:
-        """The work of a stage, of whose rows a short window leaves some empty."""
+        """The work of a stage; a short window leaves some of its rows empty."""
         heads, tiles = self.config.heads, self.config.groups * self.config.tiles
         size, reach = stage_layout(self.problem, heads, tiles).stage_bytes, self.problem.reach
         size = size if reach is None else size * min(reach, self.config.rows) // self.config.rows
@@ -126,7 +126,7 @@ def work_of(sources: Sequence[JointSource]) -> list[jax.Array]:
 
 
 def blocks_of_ring(pages: jax.Array, ring: jax.Array, num_blocks: int) -> jax.Array:
-    """How many of at least two thread blocks take the ring, for the work of either cache; a cache with any has one."""
+    """How many of at least two thread blocks take the ring, given each cache's work; a cache with work gets some."""
     size = jnp.maximum(lax.div(pages + ring + (num_blocks - 1), jnp.int32(num_blocks)), 1)
     blocks = jnp.minimum(jnp.maximum(lax.div(ring + lax.div(size, jnp.int32(2)), size), 1), num_blocks - 1)
     return jnp.where(ring == 0, 0, jnp.where(pages == 0, num_blocks, blocks))
@@ -136,8 +136,8 @@ def blocks_of_ring(pages: jax.Array, ring: jax.Array, num_blocks: int) -> jax.Ar
 class StoredParts:
     """What a thread block does with segments of one cache: attends, and stores each as a part.
 
-    Without parts of a fixed size, that of sequence s by thread block b is part `b + s` of its cache: a block takes
-    consecutive sequences, and the next block goes on with the last of them or one that follows.
+    Without parts of a fixed size, thread block b stores its part of sequence s as part `b + s` of its cache: a block
+    takes consecutive sequences, and the next block continues with the last of them or a later one.
 
     Attributes:
       decode: the body of the kernel.
@@ -158,7 +158,7 @@ class StoredParts:
         return self.decode.attend(sequence, length, first, count, cursor)
 
     def finish(self, sequence: jax.Array, state: State, whole: jax.Array, part: jax.Array) -> None:
-        """Stores the state as a part, `part` of the cache if parts have a fixed size."""
+        """Stores the state as a part of the cache: as number `part` if parts have a fixed size."""
         segments, dtype = self.decode.segments, self.decode.problem.weight_dtype
         sums, output, stores = segments.combined(state)
         output = list(output)
@@ -173,7 +173,7 @@ class StoredParts:
         segments.store_part(part + self.first_part, kept, output, stores)
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
-        """Stores the first and the last part of a sequence, of those thread blocks of the cache."""
+        """Stores the range of a sequence's parts, given the cache's first and last thread block that have one."""
         start = sequence + (self.first_block + self.first_part)
         self.decode.segments.store_span(sequence + self.first_sequence, start + first, start + last)
 
@@ -265,7 +265,7 @@ def run_merge(sources: tuple[JointSource, JointSource], config: JointConfig, sha
 
 
 def shared_bytes(pages: Problem, ring: Problem, config: JointConfig) -> tuple[int, int]:
-    """Bytes of the decode kernel's shared memory, which either cache takes by itself: as `scratch`."""
+    """Bytes of the decode kernel's shared memory, as `scratch` returns them: enough for either cache by itself."""
     of_pages, of_ring = scratch(pages, config.pages), scratch(ring, config.ring)
     return max(of_pages[0], of_ring[0]), max(of_pages[1], of_ring[1])
 

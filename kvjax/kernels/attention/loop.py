@@ -41,7 +41,7 @@ class StageTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StageLoop[Query]:
-    """The body of a kernel, but for what it does with a stage and with a `Query`; one object per trace."""
+    """The body of a kernel, except for what it does with a stage and a `Query`; one object per trace."""
 
     problem: Problem
     config: DecodeConfig
@@ -86,7 +86,7 @@ class StageLoop[Query]:
         self.segments.store_span(sequence, first, last)
 
     def prefetch_table(self, block: jax.Array) -> None:
-        """Brings the block table, or its start, to L2 while the lengths are read, which lookups depend on."""
+        """Prefetches the block table, or its start, to L2 while the lengths that lookups depend on are read."""
         problem = self.problem
         entry = (block * (self.config.warps * LANES) + self.ring.thread) * SECTOR_WORDS
         last = (problem.num_seqs - 1) * problem.table_stride + problem.max_blocks
@@ -95,7 +95,7 @@ class StageLoop[Query]:
     def attend(
         self, sequence: jax.Array, length: jax.Array, first: jax.Array, count: jax.Array, cursor: Carry
     ) -> tuple[State, Carry]:
-        """Stages `first` to `first + count` of a sequence.
+        """Attends to stages `first` to `first + count` of a sequence.
 
         `cursor` is the slot and the parity of the first stage; returns the state and the cursor after the last stage.
         """
@@ -148,6 +148,6 @@ class StageLoop[Query]:
     def stage(self, slot: jax.Array, tokens: StageTokens, needs_look: jax.Array, query: Query, state: State) -> State:
         """Attends to a stage that has arrived in a slot, and releases the slot.
 
-        `needs_look` is whether a row may not see a token of the stage.
+        `needs_look` says whether there may be a row that does not see all tokens of the stage.
         """
         raise NotImplementedError

@@ -40,7 +40,7 @@ class Merge:
     """The body of the kernel.
 
     Attributes:
-      problem: of the decode kernel before.
+      problem: that of the preceding decode kernel.
       config: likewise.
       refs: likewise.
       shared: shared memory, float32, where several warps share a row.
@@ -98,7 +98,7 @@ class Merge:
 
     @property
     def least_parts(self) -> int:
-        """The parts from which on a sequence's results are made here: with one, the decode kernel stores them."""
+        """The fewest parts for which this kernel stores a sequence's results; with one, the decode kernel does."""
         return 2
 
     @property
@@ -227,7 +227,7 @@ def elements_per_thread(problem: Problem, config: Division) -> int:
 
 
 def blocks_per_row(problem: Problem, config: Division) -> int:
-    """Thread blocks that share a row: each takes other elements."""
+    """Thread blocks that share a row; each takes different elements."""
     return -(-problem.spec.head_size_v // (LANES * elements_per_thread(problem, config)))
 
 

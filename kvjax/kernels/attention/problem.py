@@ -122,10 +122,10 @@ class ReadArrays(NamedTuple):
       k_scale: float32 `[]` or, for fp8, one for each KV head.
       v_scale: likewise.
       sinks: float32 `[num_heads]`, -inf for a head without one; None for no sinks.
-      tree: uint32 `[num_seqs, q_len, 2 + words]`: of each query token its depth, by which its position follows the
-        tokens before the query, and that of the sequence's first row, the least one; then bit `i % 32` of word
-        `i // 32` says whether it sees query token `i`, in its window and not later. None if each is at its place in
-        the sequence and sees all that are not later.
+      tree: uint32 `[num_seqs, q_len, 2 + words]`: for each query token its depth (its position minus the number of
+        tokens before the query), then that of the sequence's first row, the least one, then words: bit `i % 32` of word
+        `i // 32` says whether it sees query token `i`, in its window and not later. None if each is at its place in the
+        sequence and sees all that are not later.
     """
 
     block_table: jax.Array
@@ -140,9 +140,9 @@ class ReadArrays(NamedTuple):
 class Refs(NamedTuple):
     """The kernels' references: pages are a tuple, as in `Ring`, all others are one-dimensional.
 
-    `q_lens` are of each sequence the query tokens that it has, the last of `Problem.q_len`; absent where it has all.
+    `q_lens` has the number of query tokens of each sequence, the last of `Problem.q_len`; absent where each has all.
 
-    `query_pe` is what queries over latents have for rope keys, unless `query` has both.
+    `query_pe` is the part of queries over latents for rope keys, unless `query` has both parts.
 
     `partial_lse` has for each row of a part the logit that its weights are relative to, the sum of its weights and,
     unless `Problem.weight_dtype` is None, its largest logit.
@@ -191,10 +191,10 @@ class Problem:
       has_sinks: whether heads have sinks.
       batch_invariant: whether the bits of a sequence's results must depend on that sequence only.
       converts_e2m1: whether the GPU has an instruction that converts e2m1.
-      tree: query tokens of a sequence that `Refs.tree` has bits for: those of the call, of which a pass over the pages
-        may have the last ones alone; None without a tree.
-      scale_memory: of keys and of values, layout of the scales of each token and head where these are arrays of their
-        own; None elsewhere.
+      tree: query tokens of a sequence that `Refs.tree` has bits for: those of the call, while a pass over the pages may
+        have only the last ones; None without a tree.
+      scale_memory: layout of the scales of each token and head, of keys and of values, where these are separate arrays;
+        None otherwise.
     """
 
     spec: AttentionSpec
@@ -232,9 +232,9 @@ class Problem:
 
     @property
     def weight_dtype(self) -> DType | None:
-        """What weights are rounded to, where results make up for that of a row's largest one.
+        """The dtype that weights are rounded to, where results make up for the rounding of a row's largest weight.
 
-        None where values have a scale of their token: weights are then multiplied by it first.
+        None where values have a scale for their token: weights are multiplied by it before they are rounded.
         """
         values = (self.spec.parts[0] if self.spec.is_mla else self.spec.dtype.parts[1]).byte_format
         if values not in DECODED:  # latents of `FP8_DS_MLA`, whose runs of dims have scales of the token
@@ -254,7 +254,7 @@ class Problem:
 
     @property
     def reach(self) -> int | None:
-        """The last tokens of a sequence among which are all that query rows see; None for any number."""
+        """How many last tokens of a sequence include all that query rows see; None for any number."""
         return None if self.window is None else max(self.q_len, self.tree or 0) - 1 + self.window
 
     @property

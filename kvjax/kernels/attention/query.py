@@ -46,8 +46,8 @@ class Place(NamedTuple):
       ref: the array.
       start: the element at which the sequence begins.
       strides: elements between query tokens and between heads.
-      first: the element of a query token that is the first one of the first row.
-      exists: whether there are elements; zeros elsewhere. None for always.
+      first: the element of a query token at which its first row begins.
+      exists: whether the elements exist; they are zeros otherwise. None if they always exist.
     """
 
     ref: Ref
@@ -58,10 +58,10 @@ class Place(NamedTuple):
 
 
 def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, place: Place) -> list[list[jax.Array]]:
-    """By tile of query rows the elements that products with keys take, each in the lower half of a register.
+    """For each tile of query rows, the elements for products with keys, each in the lower half of a register.
 
-    A unit's elements follow each other in the query too, whose rows are aligned to `MAX_VECTOR_BYTES`: they are loaded
-    as words, and the upper half of a register is another element of its word.
+    A unit's elements are contiguous in the query too, whose rows are aligned to `MAX_VECTOR_BYTES`. They are loaded as
+    words; the upper half of a register may hold another element of its word.
     """
     itemsize = np.dtype(problem.query_dtype).itemsize
     size = min(rows.unit_elements * itemsize, MAX_VECTOR_BYTES)
@@ -88,7 +88,7 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, place: Place) -> lis
 def as_operand(
     rows: KeyRows, loaded: list[list[jax.Array]], query_dtype: DTypeLike
 ) -> tuple[list[list[list[jax.Array]]], jax.Array | None]:
-    """Loaded elements of a dtype as an operand, and the power of two that it was divided by, if it was."""
+    """Loaded elements of a dtype as an operand, and the power of two by which they were divided, or None."""
     fmt = rows.format
     operand, dtype = np.dtype(fmt.operand), np.dtype(query_dtype)
     if operand == dtype and not fmt.has_block_scales:

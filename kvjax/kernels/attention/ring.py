@@ -25,9 +25,9 @@ from kvjax.pages import SWIZZLE_TOKENS
 class PartlyStaticInt(NamedTuple):
     """An int32 that is partly known when the kernel is traced: `varying + known`, with `0 <= varying < bound`.
 
-    Divisions by known numbers then cost instructions only where both parts decide the result. With 4 warps, piece
-    `warp + 8` of pieces of which a tile has 4 is `PartlyStaticInt(warp, 4, 8)`; split by 4 it is tile 2, known, and
-    piece `warp` of that tile. Split by 6 both parts matter, and the sum is divided when the kernel runs.
+    Divisions by known numbers then cost instructions only where both parts decide the result. With 4 warps and 4 pieces
+    per tile, piece `warp + 8` is `PartlyStaticInt(warp, 4, 8)`. Split by 4, it is piece `warp` of tile 2, and the tile
+    is known. Split by 6, both parts matter, and the sum is divided when the kernel runs.
     """
 
     varying: jax.Array
@@ -114,7 +114,7 @@ class Ring:
       warps: warps of the block.
       slots: stages of the ring; with one, copies do not overlap with reads.
       buffer: shared memory, `uint8 [slots * layout.stage_bytes]`.
-      barriers: shared memory, `int32 [4 * slots]`: of each slot the barrier `full`, then of each slot `empty`.
+      barriers: shared memory, `int32 [4 * slots]`: the barrier `full` of each slot, then `empty` of each slot.
       pages: references to the pages of keys and of values, and of the scales of both where these are arrays of their
         own, `[num_blocks, page_elements]`.
       table: reference to the block table, flat.

@@ -1,6 +1,6 @@
 """Division of the work: all stages of all sequences, in order, are divided evenly among the thread blocks.
 
-The share of a block starts and ends anywhere in a sequence, so that blocks are equally busy whatever the lengths are,
+The share of a block may start and end anywhere in a sequence. Blocks are thus equally busy whatever the lengths are,
 and one long sequence occupies all of them. Each warp computes its block's share from the lengths. `merge` combines the
 parts of a sequence that several blocks process.
 
@@ -61,9 +61,9 @@ class Share(NamedTuple):
 def part_of_block(block: Scalar, begins: Scalar) -> Scalar:
     """The index in the workspace of a thread block's partial result, where a call has no parts of a fixed size.
 
-    A block leaves at most two, because its share is consecutive stages: part `2 * block` of its first sequence, if that
-    began in an earlier block, and part `2 * block + 1` of its last one, if that `begins` here and goes on in a later
-    block. It attends to all sequences between these alone, and stores their results.
+    A block leaves at most two partial results, because its share is consecutive stages: part `2 * block` of its first
+    sequence, if that began in an earlier block, and part `2 * block + 1` of its last one, if that `begins` here and
+    goes on in a later block. It attends alone to all sequences between these, and stores their results.
     """
     return block * 2 + jnp.where(begins, 1, 0)
 
@@ -83,7 +83,7 @@ class Sequences:
     seq_lens: Ref
 
     def stages(self, length: Scalar) -> tuple[Scalar, Scalar]:
-        """The first stage of a sequence of a length that contains a visible token, and the number of such stages."""
+        """For a sequence of a given length, the first stage with a visible token, and the number of such stages."""
         problem = self.problem
         length = jnp.maximum(length, 0)
         start = length * 0

@@ -20,7 +20,7 @@ from kvjax.kernels.attention.warp import Warp
 
 
 class TreeRow(NamedTuple):
-    """What a query row sees of the query tokens, and its depth among them; 0 without a window, which alone reads it."""
+    """The query tokens that a query row sees, and its depth among them, which only a window needs; 0 without one."""
 
     words: Sequence[jax.Array]
     depth: jax.Array | int
@@ -35,7 +35,7 @@ class Span(NamedTuple):
       end: the end of the stored positions.
       sees_all_from: start of the positions that all query rows see.
       sees_all_to: their end.
-      tree: of each of a thread's query rows what it sees of `Problem.tree` query tokens; empty without a tree.
+      tree: for each of a thread's query rows, which of `Problem.tree` query tokens it sees; empty without a tree.
     """
 
     length: jax.Array
@@ -165,7 +165,7 @@ class Seen:
 
 
 def in_tree(number: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
-    """Whether a query row sees a query token, given by its number; one before the first, of the context, it does."""
+    """Whether a query row sees a query token, given by its number; negative ones, those of the context, are seen."""
     seen = number < 0
     for i, word in enumerate(words):
         own = number - 32 * i

@@ -78,7 +78,7 @@ class Segments:
             self.store_part(part, sums, output, stores)
 
     def combined(self, state: State) -> tuple[list[Sums], list[jax.Array], jax.Array]:
-        """The combined state of a head's warps: of each row its sums, the output, and whether a thread stores these."""
+        """The combined state of a head's warps: the sums of each row, the output, and whether a thread stores these."""
         problem, config = self.problem, self.config
         total = [lanes.sum_over_rows(x) for x in state.total]
         top = [] if problem.weight_dtype is None else [lanes.max_over_rows(x) for x in state.top]
@@ -99,7 +99,7 @@ class Segments:
 
     @property
     def stores_sums(self) -> jax.Array:
-        """Whether a thread stores what is of a row and not of its elements."""
+        """Whether a thread stores what a row has once rather than for each element."""
         return self.warp.row == 0
 
     def store_span(self, sequence: jax.Array, first: jax.Array, last: jax.Array) -> None:
@@ -146,7 +146,7 @@ class Segments:
 
     @property
     def first_output(self) -> int:
-        """The index of the first output register: those of sums are before it."""
+        """The index of the first output register; the registers of sums precede it."""
         return 2 * self.problem.tiles * self.problem.sums
 
     def registers_of_row(self, row: int) -> list[int]:

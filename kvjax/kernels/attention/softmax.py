@@ -7,10 +7,10 @@ Sums of weighted bfloat16 may overflow float32 where their mean does not. So for
 that is `MARGIN` above the largest one: a sum of 2**20 values with weights up to `2 ** (HEADROOM + 1 - MARGIN)` does not
 exceed the largest value. Sums of float16 do not overflow, and weights that small would underflow in float16.
 
-The logit that weights are relative to is an integer (`reference`). Logits are binary logarithms, so which integer it is
-changes exponents of weights, not how they are rounded to 16 bits: a row has nearly the same result in the decode and
-the prompt kernel, and however its tokens are divided among thread blocks. The largest weight is then rounded like all
-others, and a row that sees one token above all would have its whole error; `rounding` makes up for it.
+The logit that weights are relative to is an integer (`reference`). Logits are binary logarithms, so the choice of the
+integer changes exponents of weights, not how they are rounded to 16 bits. A row has nearly the same result in the
+decode and the prompt kernel, and however its tokens are divided among thread blocks. The largest weight is then rounded
+like all others. A row that sees mostly one token would have the whole error; `rounding` makes up for it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def reference(largest: jax.Array, margin: float) -> jax.Array:
 def rounding(weight: jax.Array, rounded: jax.Array, total: jax.Array) -> jax.Array:
     """The factor of a row's results that makes up for the rounding of its largest weight.
 
-    Results are sums of rounded weights. `total` is the sum of weights that are not, as the log-sum-exp wants it.
+    Results are sums of rounded weights. `total` is the sum of the unrounded weights, as the log-sum-exp needs it.
     """
     known = jnp.where(total == 0.0, 1.0, total)
     return known / (known + (rounded - weight))
@@ -195,15 +195,15 @@ class Sums(NamedTuple):
 
     @property
     def registers(self) -> list[jax.Array]:
-        """Those that there are, `Problem.sums` in number."""
+        """The registers that are present, `Problem.sums` in number."""
         return [self.largest, self.total, *([] if self.top is None else [self.top])]
 
 
 def normalized(sums: Sums, sink: jax.Array, dtype: DTypeLike | None) -> tuple[jax.Array, jax.Array]:
     """The factor that normalizes a row's output, and its log-sum-exp; `dtype` is that of rounded weights.
 
-    Logits are binary logarithms, except for the sink; the log-sum-exp is natural. For a row that has seen no token the
-    factor is 0 and the log-sum-exp the sink's logit, -inf without one.
+    Logits are binary logarithms, except for the sink; the log-sum-exp is natural. For a row that has seen no token, the
+    factor is 0 and the log-sum-exp is the sink's logit, or -inf without a sink.
     """
     largest, total, top = sums
     sink = sink * np.float32(LOG2_E)

@@ -7,8 +7,8 @@ bytes at a time. Bulk copies reach a higher memory rate: they bypass the caches,
 Where pages hold each value beside its key, as vLLM's do, so do stages: the two are copied as one row.
 
 Rows are `pitch` bytes apart in shared memory. `ldmatrix` reads eight rows of 16 bytes at once; to avoid bank conflicts
-these should start at eight different multiples of 16 bytes modulo 128. Rows of values are padded to that where they are
-small, where padding costs least and conflicts would bound the kernel.
+these should start at eight different multiples of 16 bytes modulo 128. Small rows of values are padded to achieve this:
+for them, padding costs least and conflicts would bound the kernel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedRows:
       head_stride: bytes between heads.
       tile_stride: bytes between tiles.
       unit: bytes of a thread's copy; for bulk copies the alignment of all addresses.
-      array: index of the array that has these pages, of `Ring.pages`.
+      array: index in `Ring.pages` of the array that has these pages.
     """
 
     page: PageRegion
@@ -149,8 +149,8 @@ class StageLayout:
     ) -> StageLayout:
         """The layout for caches of `spec`.
 
-        `memory` is that of keys and of values, which are one array if `one_memory`. After these in `Ring.pages` are the
-        arrays of `scale_memory`, of those of keys and values whose scales are an array of their own.
+        `memory` is that of keys and of values, which are one array if `one_memory`. In `Ring.pages` these are followed
+        by the arrays of `scale_memory`, of keys or values whose scales are a separate array.
         """
         every = *enumerate(memory), *enumerate(scale_memory)
         arrays = [PageArray(half, pages) for half, pages in every if pages is not None]
@@ -257,7 +257,7 @@ def _beside(memory: Sequence[PageMemory]) -> PageRegion | None:
         return None
     [keys], [values] = (half.regions for half in memory[:2])
     if dataclasses.replace(values, base=keys.base, row_bytes=keys.row_bytes) != keys:
-        return None  # of other strides
+        return None  # the strides differ
     follows = values.base == keys.base + keys.row_bytes
     both = dataclasses.replace(keys, row_bytes=keys.row_bytes + values.row_bytes)
     return both if follows and min(keys.token_stride, keys.head_stride) >= both.row_bytes else None

@@ -66,7 +66,7 @@ class ValueRows:
 
     @functools.cached_property
     def pieces(self) -> list[range]:
-        """Runs of eight units that are loaded together: all, but of float32, whose terms would take all registers."""
+        """Runs of eight units loaded together: all, except for float32, whose terms would take all registers."""
         size = MAX_RUNS_OF_TERMS if self.problem.value_format.value_terms > 1 else self.tiles
         return [range(start, min(start + size, self.tiles)) for start in range(0, self.tiles, size)]
 

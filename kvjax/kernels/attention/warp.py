@@ -22,7 +22,7 @@ class Warp:
 
     Attributes:
       thread: the thread's number in its warpgroup.
-      number: the warp's in the block.
+      number: the warp's number in the block.
       row: the thread's row in its warp, `g`.
       column: the thread's column in its warp, `c`.
       head: the warp's KV head in the block's group.

@@ -1,6 +1,6 @@
 """Attention over latents (MLA): two decode kernels, whose parts `attention.merge` combines.
 
-`decode` is of any number of query rows, by Hopper's `wgmma`; `few_rows` is of up to 32, by `mma.sync`.
+`decode` serves any number of query rows with Hopper's `wgmma`; `few_rows` serves up to 32 with `mma.sync`.
 
 Modules:
 

@@ -22,9 +22,9 @@ from kvjax.kernels.target import Target
 class AnyLatentBatch(AnyBatch):
     """Attention over latents, for any number of sequences and blocks.
 
-    Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike; of these the kernel does not
-    read the values' pages and v_scale, which are the keys'. The query's arguments are `query_arguments`: the kernel of
-    `wgmma` wants both parts in the dtypes of products, and contiguous rows.
+    Arguments and counts are those of `AnyBatch.of`, so that launchers call both alike. The kernel does not read the
+    values' pages and v_scale, which are the keys'. The query's arguments are `query_arguments`: the `wgmma` kernel
+    requires both parts in the dtypes of products, and contiguous rows.
     """
 
     joined_query: bool = False

@@ -63,7 +63,7 @@ def decode(
 
 
 def _converted(query: jax.Array, dtype: DType) -> jax.Array:
-    """The query in the dtype of products, clamped to what it holds."""
+    """The query in the dtype of products, clamped to its range."""
     if query.dtype == dtype:
         return query
     most = float(jnp.finfo(dtype).max)

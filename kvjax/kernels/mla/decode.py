@@ -1,9 +1,9 @@
 """The MLA kernel: attention of 64 query rows of a sequence over its latents.
 
 A query row is a head of a query token. A thread block takes 64 of them, and a share of all tokens, in tiles. Results of
-64 by 512 take the registers of two warpgroups, each of which weights half of the latents of every tile. Every second
-tile is a warpgroup's own: it brings it to shared memory and computes its logits and weights, for both. While one
-computes weights or decodes, the other multiplies:
+64 by 512 take the registers of two warpgroups, each of which multiplies half of the latents of every tile by weights.
+Every second tile is a warpgroup's own: the warpgroup brings it to shared memory and computes its logits and weights for
+both. While one computes weights or decodes, the other multiplies:
 
 ```
 warpgroup 0    weighted 1    logits 2       weights 2    weighted 2    bring 4        weighted 3    logits 4 ...
@@ -53,7 +53,7 @@ class Segment:
       table: the start of the sequence's entries in the block table.
       length: the sequence's tokens, those of the query included.
       start: the first token that a row sees.
-      end: the token after the run's last one; what follows is another thread block's.
+      end: the token after the run's last one; later tokens belong to another thread block.
     """
 
     table: jax.Array
@@ -63,7 +63,7 @@ class Segment:
 
 
 class RowSums(NamedTuple):
-    """What rows have seen, float32 `[64]` each, as `attention.softmax.Sums`: `total` and `top` of own tiles alone."""
+    """What rows have seen, float32 `[64]` each, as `attention.softmax.Sums`: `total` and `top` only of own tiles."""
 
     largest: jax.Array
     total: jax.Array
@@ -124,7 +124,7 @@ class LatentDecode:
         if problem.reach is not None:
             start = jnp.maximum(length - problem.reach, 0)
         end = jnp.minimum(length, problem.max_blocks * problem.spec.block_size)
-        most = lax.div(end - 1, jnp.int32(TOKENS)) + 1  # the sequence's tiles: products with others may overflow
+        most = lax.div(end - 1, jnp.int32(TOKENS)) + 1  # the sequence's tiles; for later ones, products may overflow
         end = jnp.where(first + count < most, (first + count) * TOKENS, end)
         segment = Segment(sequence * problem.table_stride, length, start, end)
         own = lax.axis_index("warpgroup")
@@ -177,7 +177,7 @@ class LatentDecode:
     def entries(self, segment: Segment, tile: Scalar, rows: list[jax.Array] | None = None) -> list[jax.Array]:
         """The entries of the block table for rows of a tile, by default those that the thread brings.
 
-        They are -1 for what is no token.
+        They are -1 for rows that are not tokens.
         """
         found = []
         for row in map(self.incoming.row, range(self.incoming.lots)) if rows is None else rows:
@@ -229,7 +229,7 @@ class LatentDecode:
         others = columns(1 - own) + (rope if is_scale_of_all else [])
         logits = warpgroups.sum_of_products(columns(own), wait_for_others, others)
         logits *= scale * self.scale() if is_scale_of_all else self.scale()
-        if not is_scale_of_all:  # it is of latents alone: to what they add up to in registers, rope keys are added
+        if not is_scale_of_all:  # it scales only the latents' sums, in registers; then rope keys' products are added
             [pair] = rope
             logits = warpgroups.product(*pair, lambda: None, logits, transposed=True) * scale
         logits = capped(logits, problem.logits_soft_cap, jnp.exp2)
@@ -299,17 +299,17 @@ class LatentDecode:
 
     @property
     def dtype(self) -> DType:
-        """That of latents and weights as operands."""
+        """The dtype of latents and weights as operands."""
         return np.dtype(self.tiles.tokens.latents.dtype)
 
     def of_tokens(self, logits: jax.Array, entries: list[jax.Array]) -> jax.Array:
-        """Logits, -inf for what is no token by the block table's entries, which each warp has for all rows."""
+        """Logits, -inf for rows that are not tokens by the block table's entries; each warp has those of all rows."""
         num_blocks, _ = self.pages()
         low, high = (lanes.of_first_thread(lanes.ballot(entry < num_blocks)) for entry in entries)
 
         def mask(logits: jax.Array) -> jax.Array:
             row = compat.layout_cast(lax.iota(jnp.int32, TOKENS), plgpu.Layout.WGMMA.reduce(0))
-            # Bits 1 and 2 of a thread's rows are its column: once they are shifted out, constants test the others.
+            # Bits 1 and 2 of a thread's rows are its column. Once these are shifted out, constants test the others.
             bits = jnp.where(row < LANES, low, high) >> (row & 6)
             is_token = bits >> (row & (LANES - 1 - 6)) & 1
             bias = jnp.where(is_token == 1, np.float32(0), np.float32(-np.inf))
@@ -391,7 +391,7 @@ def _of_rows(value: Scalar) -> jax.Array:
 
 
 def _rounded(x: jax.Array, dtype: DType) -> jax.Array:
-    """`x` rounded to the precision of a dtype of 16 bits, within its normal range; jax 0.11 converts no single one."""
+    """`x` rounded to the precision of a dtype of 16 bits, within its normal range; jax 0.11 cannot convert just one."""
     dropped = jnp.finfo(jnp.float32).nmant - jnp.finfo(dtype).nmant
     bits = lax.bitcast_convert_type(x, jnp.int32)
     half = (1 << dropped - 1) - 1

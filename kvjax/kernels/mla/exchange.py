@@ -1,6 +1,6 @@
-"""What the two warpgroups tell each other: weights of a tile, and numbers of each query row.
+"""Data that the two warpgroups exchange: weights of a tile, and numbers of each query row.
 
-Both are in the rows of `plgpu.Layout.WGMMA`: a row belongs to a warp of each warpgroup, with the same number.
+Both are in the rows of `plgpu.Layout.WGMMA`: a row belongs to the warps of the same number in both warpgroups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def store_weights(ref: Ref, weights: jax.Array) -> None:
-    """Stores 16 bits `[64, tokens]`, each thread its registers, to be loaded by the thread of the same number.
+    """Stores 16 bits `[64, tokens]`. Each thread stores its registers for the other thread of the same number.
 
     `ref` has as many elements of any 16 bits.
     """
@@ -108,10 +108,10 @@ def load_numbers(ref: Ref) -> jax.Array:
 
 
 def any_of_warpgroup(mask: jax.Array, barrier: jax.Array) -> jax.Array:
-    """Whether a bool of rows holds for one of them; a barrier of the warpgroup, of a number of `lanes.wait_for_warps`.
+    """Whether any row's bool holds; also a warpgroup barrier, whose number is one of `lanes.wait_for_warps`.
 
-    Of all rows, not of those of a warp: where warps took different branches, compilers might copy what comes after them
-    to both, and the warps of a `wgmma` have to meet at one instruction.
+    The result is for all rows, not those of a warp: if warps took different branches, compilers might duplicate the
+    code after them in both, but all warps of a `wgmma` have to execute the same instruction.
     """
     if compat.interpreting():
         return jnp.any(mask)
@@ -152,7 +152,7 @@ _WORDS = tiles.CHUNK // 4
 
 
 def _chunks(ref: Lowered, offset: Lowered, words: int) -> list[Value]:
-    """Where the chunks of a thread begin: neighbours' follow each other, so that they are in different banks."""
+    """Where a thread's chunks begin; those of neighbouring threads are contiguous, hence in different banks."""
     byte, start = ir.IntegerType.get_signless(8), to_word(offset)
     starts = [arith.addi(start, mgpu.c(i * THREADS * 4, start.type)) for i in range(0, words, _WORDS)]
     return [utils.getelementptr(utils.memref_ptr(ref), [x], byte) for x in starts]

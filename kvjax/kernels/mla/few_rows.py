@@ -4,13 +4,13 @@ A query row is a head of a query token. Tokens and the dims of latents are the l
 rows] = keys @ query`, output `[dims, rows] += latents @ weights`, as in the decode kernel of keys and values, whose
 loop, softmax and epilogue this is. So 16 rows are not padded to the 64 of `wgmma`.
 
-The results of 512 dims do not fit a warp's registers. Two warps, or four for more than 16 rows, are a group, which
-takes runs of 16 tokens of its own; each warp has a share of the dims. It multiplies its share of keys, the warps
-exchange these partial logits through shared memory, each computes the same weights, and weights its share of latents.
-Each stored element is thus decoded once, by one thread: the operand of keys, transposed in registers, is that of
+The results of 512 dims do not fit a warp's registers. Two warps, or four for more than 16 rows, form a group, which
+takes its own runs of 16 tokens. Each warp has a share of the dims and multiplies its share of keys. The warps exchange
+these partial logits through shared memory. Each then computes the same weights and multiplies its share of latents by
+them. Each stored element is thus decoded once, by one thread: the operand of keys, transposed in registers, is that of
 latents.
 
-Queries lie in shared memory as operands, for all groups: registers hold the output, and the latents of a run of tokens.
+Queries are kept in shared memory as operands, for all groups: registers hold the output and a run of tokens' latents.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CHUNK = 4
 
 @dataclasses.dataclass(frozen=True)
 class LatentSegments(Segments):
-    """The epilogue, whose warps of one group each store their share of dims.
+    """The epilogue, in which each warp of one group stores its share of dims.
 
     Attributes:
       dims: those of the output, which are `rows`.
@@ -69,7 +69,7 @@ class LatentSegments(Segments):
         return [x * (scale * np.float32(factors[i % len(factors)])) for i, x in enumerate(output)]
 
     def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
-        """Stores the output of a row of the state as row `index` of `ref`, as many elements at once as follow."""
+        """Stores the output of a row of the state as row `index` of `ref`, contiguous elements at once."""
         dtype, start = np.dtype(ref.dtype), index * self.problem.spec.part_sizes[0]
         for run in self.dims.runs():
             words = [values[pair] for pair in run]
@@ -83,7 +83,7 @@ class LatentSegments(Segments):
 
     @property
     def stores_sums(self) -> jax.Array:
-        """Of the warps of a group, which have the same, the first."""
+        """As in `Segments`, but only in the first warp of a group; all have the same sums."""
         return (self.warp.row == 0) & (self.warp.head == 0)
 
 
@@ -218,7 +218,7 @@ class FewRows(StageLoop[Factors]):
         """Stores the query's operands, and returns the factors of logits."""
         problem = self.problem
         rank, rope_size = problem.spec.part_sizes
-        if self.config.groups == 1:  # else the epilogue has waited until all have read the query before
+        if self.config.groups == 1:  # else the epilogue has waited until all have read the previous query
             lanes.wait_for_block()
         own = self.warp.head * (rank // self.config.heads)
         latents = self.store_query(self.latents, self.place(sequence, own, of_rope=False), of_rope=False)
@@ -272,7 +272,7 @@ class FewRows(StageLoop[Factors]):
         parity = (tokens.number * config.tiles + tile) & 1
         self.exchange.store(logits, parity, config.warps)
         steps = lax.cond(needs_look, lambda steps: self.seen_steps(start, tokens, steps), lambda steps: steps, steps)
-        # Some while the warp waits for others, the rest between products, which are of another pipe.
+        # Transposes some while the warp waits for others, the rest between products, which use another pipe.
         turned = [_turned(step) for step in steps[: len(steps) // 2]]
         lanes.wait_for_warps(self.warp.number // config.heads, config.heads)
         logits = [capped(x, problem.logits_soft_cap) for x in self.exchange.sum(logits, parity, config.warps)]

@@ -1,11 +1,11 @@
 """The stages of the kernel for few query rows: rows of tokens in shared memory, and the parts of them that warps read.
 
-A row is copied as it is stored. Warps of a group each read a *share* of it: an equal part of the latent and, of the
-rope key, as many whole steps of 16 dims; where there are fewer steps than warps, the others multiply zeros.
+A row is copied as it is stored. Each warp of a group reads a *share* of it: equal parts of the latent and of the rope
+key, the latter in whole steps of 16 dims. Where there are fewer steps than warps, the other warps multiply zeros.
 
-A warp reads 64 contiguous bytes of two rows at once, which must be in different banks: they lie 64 bytes apart modulo
-128. For most row sizes the rows of some two tokens do, and products take the tokens in that order. Rows of a multiple
-of 128 bytes are padded.
+A warp reads 64 contiguous bytes of two rows at once. To be in different banks, the two must be 64 bytes apart modulo
+128. For most row sizes this holds for some pairs of tokens, and products take the tokens in that order. Rows of a
+multiple of 128 bytes are padded.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LatentStages:
       latents: the share of a latent of a warp, the heads of its rows, and block scales of NVFP4.
       rope: the share of a rope key, likewise; empty for none.
       scales: the float32 scales of `FP8_DS_MLA`, of which `scales.page.row_bytes` are a warp's; None for none.
-      scale_step: warps that read the same of these.
+      scale_step: number of warps that read the same scales.
       apart: tokens between two rows that a warp reads at once.
     """
 
@@ -152,7 +152,7 @@ def rope_share(spec: AttentionSpec, shares: int) -> int:
 class LatentDims(OutputRows):
     """The dims that registers of the output hold.
 
-    A product of 16 dims is of two pairs of registers of an operand, transposed: row `g` of the result is the element
+    A product of 16 dims takes two transposed pairs of an operand's registers: row `g` of the result is the element
     `g & 1` of the pair of the thread in column `g >> 1`.
 
     Attributes:
@@ -202,7 +202,7 @@ class LatentDims(OutputRows):
         return [[start + pair for pair in run] for start in every for run in found]
 
     def factors(self) -> list[float]:
-        """Factor of each output register of a tile of query rows: that of its pair, which queries have otherwise."""
+        """Factor of each output register of a tile of query rows: that of its pair, which queries otherwise take."""
         own = self.format.key_factors(self.unit)
         return [own[(2 * product + i // 2) % len(own)] for product in range(self.products) for i in range(4)]
 

@@ -1,10 +1,10 @@
 """Rows of quantized latents: from memory to registers, and decoded to a tile of 16 bits.
 
-A warpgroup asks for its next tile while it computes logits, loads it before it multiplies weights, and decodes it while
-the other warpgroup multiplies. Four threads decode a row, in runs of 64 elements of which each has 16: a block of NVFP4
-with its scale, an eighth of a block of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's scale. The
-scales of `fp8_ds_mla` have float32's range, so that its latents become bfloat16, rounded once. Rope keys of bfloat16
-stay what they are.
+A warpgroup prefetches its next tile while it computes logits, loads it before it multiplies weights, and decodes it
+while the other warpgroup multiplies. Four threads decode a row in runs of 64 elements. Each has 16 of a run: a block of
+NVFP4 with its scale, or an eighth of a block of `fp8_ds_mla`. e4m3 and NVFP4 are exact in float16 without the layer's
+scale. The scales of `fp8_ds_mla` have float32's range, so that its latents become bfloat16, rounded once. Rope keys of
+bfloat16 are unchanged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Packed:
         return _row() + lot * AT_ONCE
 
     def expect(self, sources: Sequence[Source]) -> None:
-        """Asks for the rows, which come to the L2 cache."""
+        """Prefetches the rows to the L2 cache."""
         for source in sources:
             first = _bytes_of(source)._replace(condition=source.is_row & (_chunk() == 0))
             lanes.prefetch_global_bytes(source.ref, first, self.spec.bytes_per_token)

@@ -57,7 +57,7 @@ class MLAConfig:
 
     Attributes:
       blocks: thread blocks that share the work of a pass.
-      passes: runs of `ROWS` query rows; each is the work of other thread blocks, which read all tokens.
+      passes: runs of `ROWS` query rows; each has its own thread blocks, which read all tokens.
       part: for batch-invariant calls the least tiles of a part; None where shares of thread blocks divide sequences.
       merge: how the merge is launched.
     """
@@ -151,7 +151,7 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
     num_rows = problem.q_len * problem.num_heads
     passes = max(1, -(-num_rows // ROWS))
     num_blocks = 2 * passes if compat.interpreting() else target.multiprocessors
-    # Elements of 16 bits need no decoding, so that bytes bound padded rows: they take less than by the other kernel.
+    # Elements of 16 bits need no decoding, so memory bounds even padded rows: they are faster than in the other kernel.
     padded = not problem.spec.dtype.is_quantized or num_rows > ROWS_OF_TWO
     is_many = padded and why_not_many(problem.spec, target) is None
     is_few = not is_many and why_not_few(problem.spec, num_rows, target) is None
@@ -163,7 +163,7 @@ def choose(problem: Problem, target: Target) -> MLAConfig | DecodeConfig:
 
 def few_config(problem: Problem, target: Target, num_blocks: int) -> DecodeConfig | None:
     """The configuration of the kernel for few rows; None where shared memory does not hold two stages."""
-    # Groups of four are half as many, so that a stage has half the tokens: they serve where groups of two do not fit.
+    # There are half as many groups of four, so a stage has half the tokens: they serve where groups of two do not fit.
     every = (2, 4) if problem.rows <= ROWS_OF_TWO else (4,)
     # Interpret mode has no barrier across warpgroups.
     most = WARPS if compat.interpreting() else MAX_WARPS

@@ -1,9 +1,9 @@
 """Rows of queries and of tokens in shared memory as `wgmma` reads them, and the copies that bring them there.
 
 A row is a latent and a rope key. Rows are three matrices: the halves of the latents, each of which is the values of one
-warpgroup, and the rope keys. A warpgroup brings its own tiles, 16 bytes a thread, to where the layout of `wgmma` has
-them (`kernels.tiles`); eight threads take a run of 128 bytes of a row, 16 rows at once. What is no row is zeros, so
-that nothing that is stored elsewhere, NaN included, is multiplied by a weight of 0.
+warpgroup, and the rope keys. A warpgroup copies its own tiles, 16 bytes per thread, into the layout of `wgmma`
+(`kernels.tiles`). Eight threads take a run of 128 bytes of a row, and a warpgroup 16 rows at once. Rows that do not
+exist are zeros, so that no data stored elsewhere, which may be NaN, is multiplied by a weight of 0.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _weights_replace_rope_keys(spec: AttentionSpec) -> bool:
 def operand_dtypes(spec: AttentionSpec) -> tuple[DType, DType]:
     """The dtypes of the latents and of the rope keys of tiles, to which queries are converted.
 
-    They hold what is stored exactly, without the layer's scale. Of `fp8_ds_mla` none of 16 bits does: the products of
-    elements and scales of blocks may be any float32, and bfloat16 has its range.
+    They hold what is stored exactly, without the layer's scale. No dtype of 16 bits does so for `fp8_ds_mla`: the
+    products of elements and scales of blocks may be any float32, and bfloat16 has its range.
     """
     latents, rope = (
         np.dtype(part.info.exact_in or (jnp.bfloat16 if part.is_quantized else part.info.storage_dtype))
@@ -94,7 +94,7 @@ def scratch_types(spec: AttentionSpec) -> list[ScratchType]:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Rows in global memory, for each thread the one that it copies a part of.
+    """Rows in global memory: for each thread, the row of which it copies a part.
 
     Attributes:
       ref: reference to pages, or to queries, of the tiles' dtype.
@@ -157,12 +157,12 @@ class LatentRows:
 class Tiles:
     """The shared memory of a thread block: the queries, and a tile of tokens of each warpgroup.
 
-    Warpgroups meet at barriers of two kinds, each of which has one for the tile of either: `announce` says that its
-    weights are stored, `release` that the other has read them and its latents.
+    Warpgroups synchronize with two kinds of barriers, one of each kind for each warpgroup's tile: `announce` says that
+    the tile's weights are stored, `release` that the other warpgroup has read them and the tile's latents.
 
     Attributes:
       queries: one set of rows.
-      tokens: those of the two tiles.
+      tokens: the rows of the two tiles.
       of_weights: 16 bits `[2, 64, 64]`, or the rope keys of `tokens` where weights are stored over these.
       numbers: float32 `[2, NUMBERS, 64]`.
       all_stored: in interpret mode a barrier, which completes when all warpgroups have arrived; else None.
@@ -187,7 +187,7 @@ class Tiles:
         return cls(queries, tokens, weights, numbers, *(barriers or (None, None)))
 
     def wait_for_block(self) -> None:
-        """A barrier of all threads, after which tensor cores see what they have stored, and copies that had arrived."""
+        """A barrier of all threads, after which tensor cores see the threads' stores and copies that had arrived."""
         if compat.interpreting():
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.all_stored)
@@ -202,7 +202,7 @@ class Tiles:
         lanes.wait_for_warps(self._own_barrier(), WARPS)
 
     def any(self, mask: jax.Array) -> jax.Array:
-        """Whether a bool of rows holds for one of them; a barrier of the warpgroup."""
+        """Whether any row's bool holds; also a barrier of the warpgroup."""
         return exchange.any_of_warpgroup(mask, self._own_barrier())
 
     def _own_barrier(self) -> jax.Array:
@@ -222,7 +222,7 @@ class Tiles:
         self._arrive(warpgroup + WARPGROUPS)
 
     def wait_for_release(self, warpgroup: Scalar) -> None:
-        """Waits for `release` of the tile of a warpgroup, this one."""
+        """Waits for `release` of the tile of `warpgroup`, the calling one."""
         self._wait(warpgroup + WARPGROUPS)
 
     def _arrive(self, signal: Scalar) -> None:
@@ -248,10 +248,10 @@ class Incoming(Protocol):
 
     @property
     def groups(self) -> int:
-        """Groups of copies of a tile. Of two, the first brings the latents that only the warpgroup weights."""
+        """Groups of copies of a tile. The first of two brings the latents that only this warpgroup weights."""
 
     def row(self, lot: int) -> jax.Array:
-        """The rows of a tile in a lot, for each thread the one that it takes part of, int32 `[128]`."""
+        """For each thread, the row of a tile of which it takes a part in a lot, int32 `[128]`."""
 
     def expect(self, sources: Sequence[Source]) -> None:
         """Prepares for a tile, given the rows of each lot, well before `begin`."""
@@ -260,9 +260,9 @@ class Incoming(Protocol):
         """What `bring` takes for a tile; loads it if it comes through registers."""
 
     def bring(self, begun: Any, is_tile: jax.Array, wait_for_release: Callable[[], None]) -> None:
-        """Brings a tile, if it is one, to where the warpgroup has multiplied its own latents of the tile before.
+        """Brings a tile, if it is one, in place of the one before, whose own latents the warpgroup has multiplied.
 
-        `wait_for_release` waits until the other warpgroup has multiplied its latents, too.
+        `wait_for_release` waits until the other warpgroup has multiplied its latents of that tile, too.
         """
 
 
@@ -270,8 +270,8 @@ class Incoming(Protocol):
 class Copied:
     """Copies elements of 16 bits: first the latents that the warpgroup alone multiplies by weights.
 
-    As in CUTLASS's pipelines, where a thread that has waited for its `wgmma` releases memory, that wait is for all
-    warps' reads.
+    As in CUTLASS's pipelines, where a thread releases memory once it has waited for its `wgmma`, that wait covers the
+    reads of all warps.
 
     Attributes:
       tokens: the rows of both tiles.
@@ -316,7 +316,7 @@ class Copied:
 
 
 def rows_of_lot(lot: Scalar) -> jax.Array:
-    """The rows in a lot that is copied, for each thread the one that it copies a part of, int32 `[128]`."""
+    """For each thread, the row of which it copies a part in a lot, int32 `[128]`."""
     return (lanes.thread_index() >> PER_RUN.bit_length() - 1) + lot * AT_ONCE
 
 
@@ -338,7 +338,7 @@ def _store_interpreted(ref: Ref, index: tuple[Scalar, ...], lot: Scalar, column:
 
 
 def _start_copies(ref: Ref, row: Scalar, start: Scalar, source: Source) -> None:
-    """Starts copies to a lot of rows of a matrix, from row `row` of all on, of what begins `start` bytes into a row."""
+    """Starts copies of source rows, from byte `start` on, to the lot of a matrix that begins at row `row` of all."""
     width = ref.shape[-1]
     swizzle, row_bytes = tiles.swizzle_of(width), width * tiles.ITEMSIZE
     thread = lanes.thread_index()

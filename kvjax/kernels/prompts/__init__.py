@@ -3,8 +3,8 @@
 Two warpgroups take 64 query rows of a head each and take turns, so that one computes its softmax while the other
 multiplies, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608). Where a KV head has an even number of query
 heads, the two take neighbouring heads of the same rows; otherwise the same head of neighbouring rows. The turns also
-order reads of shared memory and the copies that replace what was read: the second warpgroup issues these. (A third
-warpgroup for copies would leave each thread 168 registers, because ptxas ignores `setmaxnreg` here.)
+order reads of shared memory and the copies that replace what was read; the second warpgroup issues these copies. (A
+third warpgroup for copies would leave each thread 168 registers, because ptxas ignores `setmaxnreg` here.)
 
 Each multiprocessor gets one thread block, which takes one item after another: rows of heads, the longest work of a
 prompt first. Before it is done with an item it claims the next one from a queue that all blocks
@@ -12,9 +12,9 @@ share. The ring of tiles is not drained between items: while a block multiplies 
 first ones of the next, and it loads the next query rows while it stores results.
 
 Rows of a sequence are consecutive rows of the query. Results are stored in place, in rows of the same index; the rows
-of other sequences are not touched. A row sees the tokens up to its position, within its window, but for those whose
-bias is -inf. Only tiles that some row does not see as a whole are masked. After these an item may take tiles of near
-tokens, of which a row sees the last ones up to its own: those of an exact window, which pages hold rounded.
+of other sequences are not touched. A row sees the tokens up to its position, within its window, except those whose bias
+is -inf. Only tiles that some row does not see as a whole are masked. After its tiles, an item may take tiles of near
+tokens, which are those of an exact window; pages hold them rounded. A row sees the last near tokens up to its own.
 """
 
 from kvjax.kernels.prompts import fp8 as fp8

@@ -1,6 +1,6 @@
 """The tiles of products in fp8, for any number of prompts, tokens and blocks.
 
-Two kernels run before the prompt kernel: one finds what NVFP4's elements are divided by, and one makes pages tiles.
+Two kernels run before the prompt kernel: one finds the divisors of NVFP4's elements, and one converts pages to tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHUNK = fp8.BLOCK_TOKENS
 @functools.cache
 @with_origin
 def any_units(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyCount:
-    """Finds the largest block scales of the keys and values of each prompt and head that its rows see.
+    """Finds, for each prompt and head, the largest block scales of the keys and values that its rows see.
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, and the result: `units`
     of `TiledArrays`, zeros before. The amount is the number of the tiles' tokens.
@@ -60,7 +60,7 @@ def any_units(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyC
 @functools.cache
 @with_origin
 def any_fp8_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) -> AnyCount:
-    """The gather of a lot's pages to tiles of e4m3, values transposed, without the scales of the whole or of a head.
+    """The gather of a lot's pages to tiles of e4m3, values transposed; scales of a layer or head are not applied.
 
     The arguments are the block table, the schedule's results, the keys' and the values' pages, the units if there is
     NVFP4, and the results: tiles, in words, and the bias. The rest is as in `any_prompts.any_gather`.
@@ -85,7 +85,7 @@ def any_fp8_gather(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory]) ->
 
 
 def _neighbours(own: LotTokens, of_page: PageTokens, part: int) -> Neighbours:
-    """Tokens of a page, or of another where there is none to read."""
+    """Tokens of a page, or of another page where none is to be read."""
     page = jnp.clip(of_page.page, 0, own.counts["last_block"])
     first = of_page.first_valid[part]
     return Neighbours(page, of_page.token, jnp.int32(0) if first is None else first, of_page.num_valid)
@@ -96,7 +96,7 @@ def _first_unit(spec: AttentionSpec, own: LotTokens, part: int) -> Scalar:
 
 
 def _find_largest(spec: AttentionSpec, pages: tuple[PageMemory, PageMemory], own: LotTokens) -> None:
-    """A thread takes a block of a head, of all tokens."""
+    """Each thread takes one block of a head, for all tokens."""
     for part, (dtype, memory, name) in enumerate(zip(spec.dtype.parts, pages, PAGES, strict=True)):
         if fp8.takes_unit(dtype):
             per_row = spec.head_sizes[part] // (dtype.info.elements_per_scale or 1)
@@ -114,7 +114,7 @@ def _find_largest_of(spec: AttentionSpec, part: int, pages: Pages, own: LotToken
         head, in_row = lax.div(block, jnp.int32(per_row)), lax.rem(block, jnp.int32(per_row))
 
         def look(j: jax.Array, largest: jax.Array) -> jax.Array:
-            chunk = _neighbours(own, own.in_page(j * _CHUNK, _CHUNK), 1)  # keys and values have the same unit's tokens
+            chunk = _neighbours(own, own.in_page(j * _CHUNK, _CHUNK), 1)  # units of both parts cover the same tokens
             loaded = [load_scale(pages, chunk.page, chunk.token + token, head, in_row) for token in range(_CHUNK)]
             for token, bits in enumerate(loaded):
                 is_seen = (chunk.first_valid <= token) & (chunk.num_valid > token)

@@ -1,8 +1,9 @@
 """The prompt kernel over pages, for any number of prompts, tokens and blocks.
 
-Three kernels run one after another: `schedule` finds the prompts (for JAX arrays, XLA does), the gather makes their
-pages tiles, and the prompt kernel attends. Prompts are gathered and attended to in lots, so that tiles take a limited
-amount of memory. With near tokens another schedule and another gather find those and make them tiles.
+Three kernels run one after another: `schedule` finds the prompts (for JAX arrays, XLA does), the gather converts their
+pages to tiles, and the prompt kernel attends. Prompts are gathered and attended to in lots, so that tiles take a
+limited amount of memory. Near tokens have another schedule, which finds them, and another gather, which converts them
+to tiles.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ def any_gather(
     dtype: DType,
     scale_pages: RowScaleMemory = (None, None),
 ) -> AnyCount:
-    """The gather of a lot's pages to tiles of a dtype, without the scales of the whole or of a head.
+    """The gather of a lot's pages to tiles of a dtype; scales of a layer or head are not applied.
 
-    The arguments are the block table, the schedule's results, the keys' and the values' pages, those of the scales of
-    each token and head where these are arrays of their own, and the results: tiles of keys and of values, and the bias,
-    as in `TiledArrays`. Tiles of which no token is present are not stored, but for the first of a prompt. The counts
-    are as in `schedule`, and `num_tokens` and `first_prompt` as in `TiledArrays`. The amount is the number of the
-    tiles' tokens.
+    The arguments are the block table, the schedule's results, the keys' and the values' pages, the pages of the scales
+    of each token and head where these are separate arrays, and the results: tiles of keys and of values, and the bias,
+    as in `TiledArrays`. Tiles of which no token is present are not stored, except the first of a prompt. The counts are
+    as in `schedule`, and `num_tokens` and `first_prompt` as in `TiledArrays`. The amount is the number of the tiles'
+    tokens.
     """
     codecs_of(spec)
     check_row_scales(spec, pages, scale_pages)
@@ -145,7 +146,7 @@ class PromptKind:
       has_sinks: whether heads have sinks.
       is_divided: whether there are several splits, without sinks.
       query_quantization: whether products are in fp8, of the tiles of `any_fp8`.
-      near: tokens that a row sees of near tokens, of the query's dtype, which have tiles of their own; None for none.
+      near: near tokens that a row sees; these are of the query's dtype and have their own tiles. None for none.
     """
 
     spec: AttentionSpec
@@ -162,7 +163,7 @@ class PromptKind:
 
     @property
     def dtype(self) -> DType:
-        """That of tiles."""
+        """The dtype of tiles."""
         if self.near is not None:
             return np.dtype(self.query.dtype)
         return fp8.DTYPE if self.query_quantization else dense_dtype(self.spec, self.query.dtype)
@@ -194,9 +195,9 @@ def splits(
 def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = None) -> AnyCount:
     """The prompt kernel, launched as `config` says, by default as `choose` does; its splits are a count.
 
-    The arguments are the schedule's results, the query, tiles and bias, for NVFP4 in products in fp8 the units of
-    `any_fp8.any_units`, k_scale and v_scale (each where its part of the dtype takes one), the sinks, if there are any,
-    with near tokens the prompts that their schedule found, their tiles and bias, and the results out and lse.
+    The arguments are the schedule's results; the query; tiles and bias; for NVFP4 in products in fp8, the units of
+    `any_fp8.any_units`; k_scale and v_scale (each where its part of the dtype takes one); the sinks, if there are any;
+    with near tokens, the prompts that their schedule found, their tiles and bias; and the results out and lse.
     `num_rows` are those of the query, at least `ROWS`; `prompts_at_once` are those of a lot; `near_tokens` is
     `num_tokens` of near tokens.
     """

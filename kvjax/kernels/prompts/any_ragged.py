@@ -61,10 +61,10 @@ def any_tiles(num_kv_heads: int, keys: HeadRows, values: HeadRows) -> AnyCount:
     """The copy of keys and values to tiles, and what the prompt kernel has to know of sequences.
 
     The arguments are the keys and the values, the bounds of sequences' rows and of their tokens, `[num_seqs + 1]` any
-    numbers, and the results, as in `RaggedTiles`: tiles of keys and of values, and the prompts, `prompts_size` numbers,
-    of which the last two have the rows of no sequence, and no tokens. `num_rows` are those of the query; `num_tokens`
-    belong to sequences, `num_copied` are there, at least `TILE_TOKENS`; `causal` is 1 if rows see only tokens that are
-    not after their own. The amount is `num_copied`.
+    numbers, and the results, as in `RaggedTiles`: tiles of keys and of values, and the prompts, `prompts_size` numbers.
+    The last two prompts have the rows of no sequence, and no tokens. `num_rows` are those of the query; `num_tokens`
+    tokens belong to sequences, and `num_copied` exist, at least `TILE_TOKENS`. `causal` is 1 if rows see only tokens
+    that are not after their own. The amount is `num_copied`.
     """
     operands = {"key": keys, "value": values}
 
@@ -72,7 +72,7 @@ def any_tiles(num_kv_heads: int, keys: HeadRows, values: HeadRows) -> AnyCount:
         program = lax.axis_index("program")
         pl.when(program == 0)(functools.partial(_schedule, counts, arrays))
         head = lax.rem(program, jnp.int32(num_kv_heads))
-        # The last programs of a head take what others have taken too, for there is nothing behind the tokens.
+        # The last programs of a head also take tokens of other programs, because there is no memory after the tokens.
         last = jnp.int32(counts["num_copied"]) - TILE_TOKENS
         token = jnp.minimum(lax.div(program, jnp.int32(num_kv_heads)) * TILE_TOKENS, last)
         loaded = []
@@ -101,7 +101,7 @@ def any_tiles(num_kv_heads: int, keys: HeadRows, values: HeadRows) -> AnyCount:
 
 
 def _schedule(counts: Mapping[str, Number], arrays: Mapping[str, Ref]) -> None:
-    """Stores the prompts, one by each thread at a time."""
+    """Stores the prompts; each thread stores one at a time."""
     num_seqs, thread = jnp.int32(counts["num_seqs"]), lanes.thread_index()
     num_prompts = num_seqs + _OTHERS
     zero = lanes.splat(0, jnp.int32)
@@ -166,8 +166,8 @@ def any_ragged(kind: RaggedKind, target: Target) -> AnyCount:
     """The prompt kernel.
 
     The arguments are the query, what `any_tiles` has stored, and the results out and lse. All rows of results are
-    stored, and with several splits those of each. `num_rows` are the query's, at least `ROWS`; with several splits as
-    many as results have.
+    stored, with several splits those of each. `num_rows` are those of the query, at least `ROWS`; with several splits,
+    they are as many as results have.
     """
     spec, dtype = kind.spec, np.dtype(kind.query.dtype)
     with tracing_for(target):

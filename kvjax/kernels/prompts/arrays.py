@@ -67,7 +67,7 @@ def found_of(fields: Mapping[str, jax.Array], count: jax.Array) -> jax.Array:
 
     Args:
       fields: int32 `[num_prompts]`, by their names in `FIELDS`. `seq` is not given.
-      count: how many prompts there are, int32; the others come last.
+      count: the number of prompts, int32; entries that are no prompts come last.
     """
     [num_prompts] = fields["q_len"].shape
     seq = lax.iota(jnp.int32, num_prompts)

@@ -3,11 +3,12 @@
 - A row of the query is divided by a power of two, so that its largest element is from 128 to 256 and no rounding
   depends on the size of a row. The power multiplies its logits.
 - Weights are relative to the least power of two that no weight exceeds, and multiplied by `2**WEIGHTS_EXPONENT`. So
-  what a weight is rounded to does not depend on which tokens share its tile. Weights below `2**-14` lose bits, those
-  below `2**-18` are 0.
-- Tensor cores read e4m3 values only along tokens, so these are transposed, and `warpgroups.in_order_of_products`.
-- The sum of a row's weights is that of the rounded ones: values have `GROUP` rows more, which are ones, so that tensor
-  cores sum weights too. A weighted mean of equal values is exact.
+  what a weight is rounded to does not depend on which tokens share its tile. Weights below `2**-14` lose bits, and
+  those below `2**-18` are 0.
+- Tensor cores read e4m3 values only along tokens, so values are transposed, with tokens in the order of
+  `warpgroups.in_order_of_products`.
+- The sum of a row's weights is that of the rounded ones: values have `GROUP` more rows, which are ones, so that tensor
+  cores sum the weights too. A weighted mean of equal values is exact.
 - Hopper's tensor cores add products of e4m3 with some 14 bits. The products of a tile are therefore added to those of
   earlier tiles in float32, as in DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 3.3.2).
 """
@@ -67,7 +68,7 @@ def unit_above(scales: jax.Array) -> jax.Array:
     """The least power of two such that e4m3 holds elements of NVFP4 divided by it; float32.
 
     An element is up to 6 times its block's scale, 2,688, and has up to six significant bits. e4m3 has four, so elements
-    of codes 1.5, 3 and 6 are rounded. What is below `2**-14` of the largest that e4m3 then holds loses more.
+    of codes 1.5, 3 and 6 are rounded. Elements below `2**-14` of the largest that e4m3 then holds lose more.
 
     Args:
       scales: the bits of the largest block scale, e4m3, without a sign; not NaN.
@@ -88,7 +89,7 @@ def rounded_rows(rows: jax.Array) -> jax.Array:
 
 
 def power_above(logits: jax.Array) -> jax.Array:
-    """The least logarithms of powers of two that are not below."""
+    """The least logarithms of powers of two that are not below `logits`."""
     return jnp.ceil(logits * _LOG2_E) / _LOG2_E
 
 
@@ -119,7 +120,7 @@ def scaled_rows(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def integer_above(x: jax.Array) -> jax.Array:
-    """The least integer that is not below, in float32."""
+    """The least integer that is not below `x`, in float32."""
     return ptx.elementwise("cvt.rpi.f32.f32 $0, $1;", jnp.ceil, x)
 
 
@@ -141,6 +142,6 @@ def store_ones(values: Ref, size: int) -> None:
 
 
 def results_and_sums(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weighted values, `[rows, size]`, and the sums of weights, `[rows]`, of their products with a tile's rows."""
+    """Splits products of weights with a tile's rows: weighted values, `[rows, size]`, and sums of weights, `[rows]`."""
     size = acc.shape[1] - tiles.GROUP
     return warpgroups.columns(acc, 0, size), jnp.max(warpgroups.columns(acc, size, acc.shape[1]), axis=1)

@@ -1,9 +1,9 @@
 """Chunks of pages as operands of products in fp8: e4m3 keys by rows, and values transposed, as `fp8` describes them.
 
-A program takes the tokens of one block that are neighbours in a row of transposed values. A thread takes four or eight
-neighbouring dims of a head, a word of the page, of all these tokens, so that it has whole pieces of the rows to store.
-Elements of fp8 are not touched. Those of NVFP4 are multiplied by their block's scale over the unit of the sequence and
-head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
+A program takes the tokens of one block that are neighbours in a row of transposed values. For all these tokens, a
+thread takes four or eight neighbouring dims of a head, a word of the page, so that it has whole pieces of the rows to
+store. Elements of fp8 are not touched. Those of NVFP4 are multiplied by their block's scale over the unit of the
+sequence and head (`fp8.unit_above`) in float16, which holds the product, and rounded once.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ type Store = Callable[[jax.Array, jax.Array, int, list[jax.Array], jax.Array], N
 def store_chunk(part: Part, chunk: Neighbours, transposed: bool, store: Store) -> None:
     """Stores a chunk's keys or values, zeros for tokens that are not to be read.
 
-    Not transposed, `store` gets for each token the words of a run of dims; transposed, for each dim its four words of
-    tokens.
+    If not transposed, `store` gets the words of a run of dims for each token; if transposed, the four words of tokens
+    for each dim.
     """
     count = part.num_heads * part.words
 
@@ -140,7 +140,7 @@ def _load_word(pages: Pages, page: Scalar, offset: jax.Array, alignment: int) ->
 
 
 def _decoded(part: Part, chunk: Neighbours, token: int, word: jax.Array, *scales: jax.Array) -> list[jax.Array]:
-    """A word of e4m3, or two."""
+    """A word of the page as one word of e4m3, or two."""
     is_valid = (chunk.first_valid <= token) & (chunk.num_valid > token)
     words = [word]
     if scales:
@@ -161,9 +161,9 @@ def _transposed(words: list[jax.Array]) -> list[jax.Array]:
 
 
 def _ptx_of_byte(extract: str, result: str) -> str:
-    """Two codes, the byte that `extract` puts into `code`, as two e4m3 in `result`.
+    """PTX that converts two codes, the byte that `extract` puts into `code`, to two e4m3 in `result`.
 
-    The exponent and mantissa of a code, at those of a float16, are its magnitude times 2**-14.
+    The exponent and mantissa of a code, put at those of a float16, are its magnitude times 2**-14.
     """
     return f"""{extract}
   mul.lo.u32 halves, code, 0x200200;

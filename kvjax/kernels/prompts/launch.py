@@ -53,7 +53,7 @@ def attend_dense(
     full = plgpu.Barrier(num_barriers=config.stages)
     kernel = kernel_of(body, problem, config, columns, full, max(1, min(most_items, current().multiprocessors)))
     out, lse = (jax.new_ref(x) for x in results)
-    # Zeros, which XLA does not know. It computes them with `ends`; a constant, or another shape, takes a kernel.
+    # Zeros that XLA does not recognize: it computes them with `ends`. A constant, or another shape, takes a kernel.
     claims = jax.new_ref(jnp.minimum(operands.ends, 0))
     kernel(*operands, out, lse, claims)
     return jax.freeze(out), jax.freeze(lse)

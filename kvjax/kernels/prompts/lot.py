@@ -41,7 +41,7 @@ def tile_arguments(spec: AttentionSpec, dtype: DType) -> tuple[Argument, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LotTokens:
-    """Neighbouring tokens of a prompt of a lot, those of a program.
+    """Neighbouring tokens of a prompt of a lot, which one program takes.
 
     Attributes:
       block_size: tokens of a block.
@@ -49,7 +49,7 @@ class LotTokens:
       arrays: its arguments.
       tokens: how many they are.
       prompt: the prompt's index in the lot.
-      position: the first of them, counted as the prompt's `FIELDS` are.
+      position: the first token, counted as in the prompt's `FIELDS`.
     """
 
     block_size: int
@@ -63,7 +63,7 @@ class LotTokens:
     def of_program(
         cls, spec: AttentionSpec, counts: Mapping[str, Number], arrays: Mapping[str, Ref], tokens: int
     ) -> LotTokens:
-        """Those of the program that calls this."""
+        """The tokens of the calling program."""
         chunks = lax.div(jnp.int32(counts["num_tokens"]), jnp.int32(tokens))
         program = lax.axis_index("program")
         position = lax.rem(program, chunks) * tokens
@@ -71,7 +71,7 @@ class LotTokens:
 
     @property
     def number(self) -> Scalar:
-        """The prompt's among all of the step."""
+        """The prompt's number among all prompts of the step."""
         return self.counts["first_prompt"] + self.prompt
 
     @property
@@ -81,16 +81,16 @@ class LotTokens:
 
     @property
     def is_stored(self) -> Scalar:
-        """Whether they are of a tile of which a token is present, or of the first of a prompt; if it is one."""
+        """Whether, if `is_prompt`, the tokens are of a tile with a present token, or of the prompt's first tile."""
         stored = jnp.maximum(lax.div(self.field("end") + (TOKENS - 1), jnp.int32(TOKENS)), 1) * TOKENS
         return self.position < stored
 
     def field(self, name: str) -> Scalar:
-        """What the schedule has found of the prompt."""
+        """A field of the prompt, as the schedule has found it."""
         return self.arrays["prompts"][self.number * len(FIELDS) + FIELDS.index(name)]
 
     def in_page(self, first: int | Scalar = 0, count: int | None = None) -> PageTokens:
-        """`count` of them from the number `first` on, by default all, which are in one page."""
+        """`count` of the tokens from number `first` on, by default all; they are in one page."""
         arrays, counts, size = self.arrays, self.counts, jnp.int32(self.block_size)
         position = self.position + first
         column = self.field("first_block") + lax.div(position, size)
@@ -105,7 +105,7 @@ class LotTokens:
         return PageTokens(entry, lax.rem(position, size), number, num_valid, first_valid)
 
     def store_bias(self, num_valid: jax.Array) -> None:
-        """Stores which of them are present: at most as many as threads."""
+        """Stores which of the tokens are present; there are at most as many tokens as threads."""
         thread = lanes.thread_index()
         bias = jnp.where(thread < num_valid, jnp.float32(0.0), jnp.float32(-jnp.inf))
         index = self.prompt * jnp.int32(self.counts["num_tokens"]) + self.position + thread

@@ -58,7 +58,7 @@ class TokenArrays(Protocol):
     """Accesses to tokens. Indices of prompts, heads and tokens are int32 scalars."""
 
     def position(self, prompt: Scalar) -> jax.Array:
-        """The index of the token of its first row; may be negative."""
+        """The index of the token of the prompt's first row; may be negative."""
 
     def end(self, prompt: Scalar) -> jax.Array:
         """The token from which on none is present."""
@@ -67,10 +67,10 @@ class TokenArrays(Protocol):
         """The factor of the logits."""
 
     def is_present(self, prompt: Scalar, first: Scalar, token: jax.Array) -> jax.Array:
-        """Which of a tile's tokens are present, `token[i, j]` of which is `first + j`, in `plgpu.Layout.WGMMA`."""
+        """Which of a tile's tokens are present; `token[i, j]` is `first + j`, in `plgpu.Layout.WGMMA`."""
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """The first token that is copied of a tile: of an earlier tile where there are too few."""
+        """The first token that is copied for a tile; it is of an earlier tile where there are too few tokens."""
 
     def copy(self, values: bool, prompt: Scalar, kv_head: Scalar, first: Scalar, stage: Stage) -> None:
         """Starts the copy of a tile of keys or values."""
@@ -101,11 +101,11 @@ class PromptArrays(TokenArrays, Protocol):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether token 0 of each prompt is present, if any is, and what is absent has values of zeros."""
+        """Whether token 0 of each prompt is present, if any is, and the values of absent tokens are zeros."""
 
     @property
     def no_tile(self) -> int | None:
-        """The tile of rows that see no token, after every token; None for any that is after what they would see."""
+        """The tile for rows that see no token, after all tokens; None for any tile after what they would see."""
 
     @property
     def claims(self) -> Ref:
@@ -116,16 +116,16 @@ class PromptArrays(TokenArrays, Protocol):
         """Near tokens, if any."""
 
     def q_start(self, prompt: Scalar) -> jax.Array:
-        """Its first row of the query."""
+        """The prompt's first row of the query."""
 
     def q_len(self, prompt: Scalar) -> jax.Array:
-        """Its rows; none if negative."""
+        """The prompt's number of rows; none if negative."""
 
     def first_present(self, prompt: Scalar) -> Scalar:
         """The first token that is present, unless `is_aligned`."""
 
     def first_absent(self, prompt: Scalar) -> jax.Array:
-        """The first token that is absent, from the first one that is present on."""
+        """The first absent token after the first one that is present."""
 
     def weight(self, prompt: Scalar, head: Scalar, kv_head: Scalar) -> Scalar:
         """The factor of the results."""
@@ -226,9 +226,9 @@ class RaggedArrays:
         return (token >= self.first_present(prompt)) & (token < self.end(prompt))
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
-        """The last tile starts earlier, to end with the tokens; what it shares with the tile before is masked.
+        """The last tile starts earlier, so that it ends with the tokens; what it shares with the tile before is masked.
 
-        Counted from the prompt's first one, it may be negative.
+        The result is counted from the prompt's first token, and may be negative.
         """
         return jnp.minimum(tile * size, self.operands.keys.shape[0] - size - self.operands.kv_starts[prompt])
 

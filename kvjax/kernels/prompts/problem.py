@@ -70,10 +70,10 @@ class PromptProblem(NamedTuple):
 def dense_dtype(spec: AttentionSpec, query_dtype: DType) -> DType:
     """The dtype of gathered keys and values: one of 16 bits, or float32 where that would round what is stored.
 
-    That is the query's for a cache that stores it, and that of the table for quantized ones, without the scales of a
-    layer or a head, which are applied later. Elements with a scale of their row, which no 16-bit dtype holds exactly,
-    are rounded to the query's; those with scales of blocks never are (`kvjax.dtypes.check_exact_in`). Latents are not
-    gathered for prompts. The kernel takes no float32.
+    The dtype of 16 bits is the query's for a cache that stores it, and that of the table for quantized caches. The
+    scales of a layer or a head are applied later. Elements with a scale of their row, which no 16-bit dtype holds
+    exactly, are rounded to the query's; those with scales of blocks never are (`kvjax.dtypes.check_exact_in`). Latents
+    are not gathered for prompts. The kernel takes no float32.
     """
     is_other = not spec.dtype.is_quantized and spec.storage_dtype != query_dtype
     if is_other or query_dtype == np.float32:

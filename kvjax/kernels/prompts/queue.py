@@ -18,7 +18,7 @@ from kvjax.kernels.prompts.problem import ROWS, PromptConfig, PromptProblem, blo
 class Claimed(NamedTuple):
     """The item that a thread block has claimed, int32 numbers in its shared memory.
 
-    Items are numbered prompt by prompt, in a prompt from the last rows on, which see most tokens.
+    Items are numbered prompt by prompt; in a prompt, the last rows come first, which see most tokens.
 
     Attributes:
       index: its number.
@@ -28,7 +28,7 @@ class Claimed(NamedTuple):
       kv_head: the head whose keys and values it reads.
       start: its first tile of tokens.
       stop: the tile after the last.
-      near_start: its first tile of near tokens; None where there are none, and so is `near_stop`.
+      near_start: its first tile of near tokens; None where there are none, like `near_stop`.
       near_stop: the tile after the last.
     """
 
@@ -49,7 +49,7 @@ class Claimed(NamedTuple):
 
     @property
     def numbers(self) -> tuple[Scalar, ...]:
-        """Those that describe it."""
+        """The numbers that describe the item."""
         return self if self.near_start is not None else self[:-2]
 
     @property
@@ -88,7 +88,7 @@ def _span(
     """The tiles for rows at positions `rows`, the first and the last.
 
     `present` are the first token that is present, from there the first that is absent, and the end of those present.
-    Where no row sees a token it is one tile, which is masked: `no_tile`, unless that is None; or none if `may_be_none`.
+    If no row sees a token, there is one masked tile: `no_tile`, unless that is None. There is none if `may_be_none`.
     """
     (first, last), (first_present, first_absent, end) = rows, present
     size = config.tokens
@@ -162,7 +162,7 @@ class Item(NamedTuple):
 
     @property
     def bounds(self) -> tuple[jax.Array, ...]:
-        """Where its tiles end: that number. With near tokens, where these begin, the first near tile, that number."""
+        """Where the item's tiles end: `stop`. With near tokens: where these begin, the first near tile, and `stop`."""
         if self.near is None:
             return (self.span.stop,)
         return self.span.stop, self.near.start, self.span.stop + self.near.stop - self.near.start
@@ -200,7 +200,7 @@ class Queue:
         return self.arrays.num_heads // self._block_shape[0] * self.config.splits
 
     def _count(self, prompt: Scalar) -> Scalar:
-        """Items of a prompt; of the last one, if there is no such."""
+        """Items of a prompt; those of the last one if there is no such prompt."""
         rows = self._block_shape[1]
         q_len = self.arrays.q_len(jnp.minimum(prompt, self._last_prompt))
         return lax.div(jnp.maximum(q_len, 0) + (rows - 1), jnp.int32(rows)) * self._items_of_rows
@@ -233,7 +233,7 @@ class Queue:
         return found._replace(near_start=item.near.start, near_stop=jnp.where(is_any, item.near.stop, item.near.start))
 
     def item(self, claimed: Claimed, warpgroup: Scalar) -> Item:
-        """A warpgroup's part of an item; if there is none, one that no row belongs to, of the last prompt."""
+        """A warpgroup's part of an item; if there is none, a part of the last prompt without rows."""
         arrays, (heads, rows) = self.arrays, self._block_shape
         prompt = jnp.minimum(claimed.prompt, self._last_prompt)
         groups = arrays.num_heads // heads

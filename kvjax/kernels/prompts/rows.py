@@ -1,21 +1,21 @@
 """The body of the prompt kernel: a warpgroup attends with the rows of an item.
 
-The two warpgroups take turns through one barrier, `phase_ended`, at which each arrives when it ends its phase, and for
-which it waits until the other has ended its own: one has issued a product of query and keys (QK), and the other has
-finished its softmax and next multiplies weights and values (PV). Tile after tile, with `|` for the end of a phase:
+The two warpgroups take turns through one barrier, `phase_ended`. Each arrives there when it ends its phase, and waits
+until the other has ended its own. By then, one has issued a product of query and keys (QK), and the other has finished
+its softmax and next multiplies weights and values (PV). Tile after tile, with `|` for the end of a phase:
 
 ```
 first     QK0 | softmax0 | PV0 QK1  | softmax1 | PV1 QK2  | ...
 second        | QK0      | softmax0 | PV0 QK1  | softmax1 | ...
 ```
 
-In fp8, whose products take half as long, there is a barrier for each warpgroup, at which it arrives when it has issued
-QK, and for which the other waits before its PV. So products still take turns, but both may compute their softmax at
+In fp8, whose products take half as long, each warpgroup has a barrier of its own. It arrives there when it has issued
+QK, and the other waits for that before its PV. So products still take turns, but both may compute their softmax at
 once.
 
-Phases also say which tiles both have read, so the second warpgroup replaces these. While it multiplies keys, it copies
-values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, for then
-the first warpgroup has begun with the next one.
+Phases also say which tiles both have read; the second warpgroup replaces these. While it multiplies keys, it copies
+values to the slot of the tile before; while it multiplies values, it copies keys to the slot of the same tile, because
+the first warpgroup has then begun with the next one.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Scratch(NamedTuple):
       claimed: int32, the fields of `Claimed`.
       keys_full: barriers, one for each tile of the ring, which complete when its copies have arrived.
       values_full: likewise.
-      phase_ended: a barrier that completes when both warpgroups have ended a phase, and both wait for; in fp8 one for
-        each warpgroup, which completes when it has issued QK, and the other waits for.
+      phase_ended: a barrier that both warpgroups wait for and that completes when both have ended a phase; in fp8 one
+        for each warpgroup, which completes when it has issued QK, and which the other waits for.
     """
 
     query: Ref
@@ -65,13 +65,13 @@ class Scratch(NamedTuple):
 
 
 class MaskedTokens(NamedTuple):
-    """Tokens of which rows see some; what registers would hold for all tiles is computed for each.
+    """Tokens of which rows see some; numbers are computed for each tile, so that no registers hold them.
 
     Attributes:
       arrays: where they are.
       window: how many of them a row sees.
-      number: of a tile of an item, its number in `arrays`.
-      position: of the sequence's first row among them.
+      number: returns the number in `arrays` of a tile of an item.
+      position: returns the position of the sequence's first row among them.
     """
 
     arrays: TokenArrays
@@ -84,8 +84,8 @@ class MaskedTokens(NamedTuple):
 class RowWarpgroup:
     """A warpgroup that attends with the rows of an item.
 
-    Whenever it begins with an item, these copies have been issued: of the item's first tiles, the keys of `stages` and
-    the values of one less.
+    Whenever it begins with an item, copies have been issued of the keys of the item's first `stages` tiles, and of the
+    values of one tile less.
 
     Attributes:
       step: tiles of all items before.
@@ -130,7 +130,7 @@ class RowWarpgroup:
         """Attends, and stores the results.
 
         Returns:
-          What attends with the rows of the next item; they are in shared memory.
+          What attends with the rows of the next item, which are in shared memory.
         """
         arrays, scratch, warpgroup, item = self.arrays, self.scratch, self.warpgroup, self.item
         size_v, span, stages = arrays.head_size_v, item.span, self.config.stages
@@ -149,7 +149,7 @@ class RowWarpgroup:
         @pl.when(warpgroup == 1)
         def follow() -> None:
             self._wait_for_other()
-            # Of a short item the loop does not copy all that the next one begins with.
+            # For a short item, the loop does not copy all tiles that the next item begins with.
             pl.when(item.stop - span.start <= stages)(self._claim)
             for ahead in range(1, stages):
 
@@ -226,15 +226,15 @@ class RowWarpgroup:
         """The factor for the rounding of rows' largest weights, those of the logits `top`."""
         dtype = self.scratch.keys.dtype
         weight = jnp.exp2(top - jnp.where(largest == -jnp.inf, 0.0, largest))
-        # Adding and subtracting a number whose last bit is the dtype's rounds as a conversion does, which jax 0.11
-        # lacks for one element a thread. The weight is within half a power of two of `one`.
+        # Adding and subtracting a number whose last bit is the dtype's rounds as a conversion does; jax 0.11 has none
+        # for one element per thread. The weight is within half a power of two of `one`.
         one = 2.0 ** -margin(dtype)
         large = jnp.where(weight < one, 0.5, 1.0) * np.float32(1.5 * 2**23 * float(jnp.finfo(dtype).eps) * one)
         return rounding(weight, (weight + large) - large, total)
 
     @property
     def _copied_base(self) -> Scalar:
-        """The first row that is loaded: rows within the query, so perhaps some of other tiles or sequences."""
+        """The first row that is loaded. All are within the query, so some may be of other tiles or sequences."""
         return jnp.clip(self.item.base, 0, self.arrays.num_rows - ROWS)
 
     def begin_item(self) -> RowWarpgroup:
@@ -264,7 +264,7 @@ class RowWarpgroup:
         warpgroups.fetch_add(self.arrays.claims, self.scratch.claimed.at[0])
         warpgroups.barrier()
         claimed = self._claimed()
-        # The first items are those of the thread blocks' indices.
+        # A thread block's first item has the block's index; claimed ones follow.
         found = self.queue.seek(claimed._replace(index=claimed.index + lax.axis_size("block")))
         warpgroups.barrier()
         warpgroups.store_numbers(self.scratch.claimed, *found.numbers)
@@ -321,9 +321,9 @@ class RowWarpgroup:
         plgpu.barrier_wait(ended.at[1 - self.warpgroup] if self.is_fp8 else ended)
 
     def _tile(self, own_query: Ref, factor: Scalar, seen: MaskedTokens | None, tile: Scalar, state: Carry) -> Carry:
-        """One tile of keys and values; `factor` is that of the logits, in fp8 of each row's.
+        """Attends to one tile of keys and values; `factor` is that of the logits, in fp8 one for each row.
 
-        `seen` is what rows see of it, None if all see all.
+        `seen` says which of its tokens rows see; None if all rows see all.
         """
         _, keys, values, _, keys_full, values_full, _ = self.scratch
         acc, largest, *sums = state
@@ -441,6 +441,6 @@ def run(problem: PromptProblem, config: PromptConfig, arrays: PromptArrays, scra
 
         lax.while_loop(is_item, lambda now: state(rows(*now).run()), state(first_rows))
         if not fp8.is_fp8(scratch.keys.dtype):
-            # The second warpgroup has ended one more phase. Interpret mode wants that waited for, and all to know.
+            # The second warpgroup has ended one more phase. Interpret mode requires that both wait for it.
             pl.when(warpgroup == 0)(functools.partial(plgpu.barrier_arrive, scratch.phase_ended))
             plgpu.barrier_wait(scratch.phase_ended)

@@ -1,8 +1,8 @@
 """The kernel that divides a step: its sequences that decode, its prompts and what their rows see, and other rows.
 
-A thread block takes a sequence. It counts the prompts before, which is the sequence's number among them, and looks
-which blocks of its row of the block table are in the cache. Rows of sequences that decode are packed. Further blocks
-take the rows that belong to no sequence. Rows that nothing will attend with get their results here.
+A thread block takes a sequence. It counts the prompts before it, which gives the sequence's number among them, and
+checks which blocks of its row of the block table are in the cache. Rows of sequences that decode are packed. Further
+blocks take the rows that belong to no sequence. Rows that no kernel attends with get their results here.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def any_schedule(kind: StepKind) -> AnyCount:
     - `header`: the number of prompts followed by a 0 for each of `num_zeros`.
     - `out` and `lse` of rows that neither decode nor are a prompt's: 0, and their sink or -inf.
     - Where rows decode, `packed` `[num_seqs, decode_q_len]` rows of the query, the last ones of each sequence, zeros
-      for those that it does not have; `places`, int32, of each the row that it is, or -1; and `lens`, the tokens of
-      each sequence, 0 for one that does not decode, or if `rows_alone` of each row.
+      for those that it does not have; `places`, int32, for each packed row its row of the query, or -1; and `lens`, the
+      tokens of each sequence, or of each row if `rows_alone`; 0 for one that does not decode.
 
     Bounds are clipped to `num_rows`. `table_stride` counts the entries from a sequence's first to that of the next,
     `query_stride` the units from one row to the next. The amount is `num_programs`.
@@ -151,7 +151,7 @@ class _Schedule:
         store() if condition is None else pl.when(condition)(store)
 
     def clear_others(self, first: jax.Array) -> None:
-        """Clears those of some rows that are no sequence's."""
+        """Clears those of the `ROWS_AT_ONCE` rows from `first` on that belong to no sequence."""
         bounds = self.arrays["cu_q_lens"]
         start, end = self.bound(bounds[0]), self.bound(bounds[jnp.int32(self.counts["num_seqs"])])
         last = jnp.minimum(first + ROWS_AT_ONCE, jnp.int32(self.counts["num_rows"]))
@@ -222,7 +222,7 @@ class _Schedule:
             copy_units(arrays["query"], source, arrays["packed"], place * units.in_row, units, self.thread, is_row)
             store("places", place, jnp.where(is_row, row, -1))
             if self.kind.rows_alone:
-                # Its window would reach before those of the sequence's rows if a row that is none had a length.
+                # If a missing row had a length, its window would reach before those of the sequence's rows.
                 store("lens", place, jnp.where(is_row, jnp.maximum(length + 1 + j - most, 0), 0))
 
         lax.fori_loop(0, most, pack_row, None)
@@ -252,13 +252,13 @@ class _Schedule:
                 # As unsigned: negative entries are large.
                 exists = block < lanes.splat(self.counts["num_blocks"], jnp.uint32)
                 first_absent = jnp.minimum(first_absent, jnp.where(exists, first_absent, entry))
-                end = jnp.where(exists, entry + 1, end)  # entries grow
+                end = jnp.where(exists, entry + 1, end)  # entries ascend
             return first_absent, end
 
         zero = lanes.splat(0, jnp.int32)
         chunks = _divided_up(blocks, THREADS * _AT_ONCE)
         found = lax.fori_loop(0, chunks, look, (lanes.splat(blocks, jnp.int32), zero))
-        # The least is the greatest of the negative numbers.
+        # The minimum is found as the maximum of the negated numbers.
         found = [lanes.over_block(self.shared, lanes.max_over_warp(x), jnp.maximum) for x in (-found[0], found[1])]
         blocks_until = jnp.minimum(-found[0], blocks), found[1]
         first_absent, end = (jnp.minimum(x * block_size, length - skipped) for x in blocks_until)

@@ -1,4 +1,4 @@
-"""How the prompt kernel reads and writes caller-owned memory, or JAX arrays as such: keys and values in tiles."""
+"""How the prompt kernel reads and writes caller-owned memory, or JAX arrays likewise: keys and values in tiles."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _CallerArrays:
 
     @property
     def no_tile(self) -> int | None:
-        """Tile 0 is copied, which is always stored: where the tokens end need not be read for each tile."""
+        """Tile 0 is copied, which is always stored; so the end of the tokens need not be read for each tile."""
         return _NO_TILE
 
     def first_token(self, prompt: Scalar, tile: Scalar, size: int) -> Scalar:
@@ -114,8 +114,8 @@ class TiledArrays(_CallerArrays):
       v_scale: likewise.
       sinks: float32 `[num_heads]`, or None.
       near: tiles of near tokens, of which all before the end are present; None for none.
-      units: of keys and of values the bits of the block scales whose `fp8.unit_above` tiles are in, int32
-        `[2 * num_kv_heads]` of each prompt of the step; None where tiles are in no unit.
+      units: the bits of block scales of keys and of values, int32 `[2 * num_kv_heads]` for each prompt of the step;
+        tiles are in units of their `fp8.unit_above`. None where tiles are in no unit.
     """
 
     num_tokens: Scalar
@@ -193,7 +193,7 @@ class RaggedTiles(_CallerArrays):
       head_rows: rows of the tiles of a head, a multiple of `ALIGNMENT`, a tile more than there are tokens.
       prompts: reference to int32 `[num_prompts * 6 + 1]`, for each the `RAGGED_FIELDS`, and last the claims.
       keys: `[num_kv_heads * head_rows, head_size]`.
-      values: `[num_kv_heads * head_rows, head_size_v]`. What no sequence has may be NaN.
+      values: `[num_kv_heads * head_rows, head_size_v]`. Values of no sequence may be NaN.
     """
 
     head_rows: Scalar

@@ -1,7 +1,7 @@
 """Copies of rows of queries and results, and the kernels that place packed rows among those of a step.
 
-`any_placement` takes each packed row to where it belongs; what remains of a step's rows has its results already. `join`
-takes the rows of a step, each of which looks where its results are, and stores those of rows that see nothing too.
+`any_placement` copies each packed row to its place; the other rows of a step have their results already. `join` goes
+through a step's rows, looks up where the results of each are, and also stores those of rows that see nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Units(NamedTuple):
 
     @classmethod
     def of(cls, elements: int, dtype: DType, is_aligned: bool = True) -> Units:
-        """Those of a row of so many elements, which is aligned to 4 bytes if its size is, unless not `is_aligned`."""
+        """The units of a row of `elements` elements; if `is_aligned`, it is aligned to 4 bytes where its size is."""
         num_bytes = elements * dtype.itemsize
         size = 4 if num_bytes % 4 == 0 and (is_aligned or dtype.itemsize == 4) else 2
         return cls(size, num_bytes // size)
@@ -126,7 +126,7 @@ def join(
 
     Args:
       source: int32 `[num_rows]`, for each row the packed row with its results; below 0 for one that sees nothing.
-        `LEFT`, whose results are arbitrary, but for the log-sum-exp, which is that of a row that sees nothing.
+        The results of a row of `LEFT` are arbitrary, except the log-sum-exp, which is that of a row that sees nothing.
       packed: rows `[n, num_heads, head_size_v]` and their log-sum-exp, float32 `[n, num_heads]`; None for none.
       sinks: float32 `[num_heads]`, or None.
       result: float16 or bfloat16 `[num_rows, num_heads, head_size_v]`.
@@ -137,7 +137,7 @@ def join(
     num_rows, num_heads, head_size_v = result.shape
     in_row = num_heads * head_size_v
     parts = -(-in_row // _JOINED)
-    at_once = 1 if num_rows <= 1024 else 16  # of few rows each is a program, so that they wait for one load
+    at_once = 1 if num_rows <= 1024 else 16  # if rows are few, each is a program and waits for one load
     given = [source, *(x.reshape(-1) for x in packed or ()), *([] if sinks is None else [sinks])]
 
     def body(*refs: Ref) -> None:
