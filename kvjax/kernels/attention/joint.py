@@ -62,7 +62,7 @@ class JointConfig:
 
     @property
     def rows(self) -> int:
-        """As in `Division`, of the pages, and so are `blocks`, `part` and `merge`, which are those of both."""
+        """As in `Division`; `rows` and `part` are those of the pages, `blocks` and `merge` those of both caches."""
         return self.pages.rows
 
     @property

@@ -102,7 +102,8 @@ def rounding(weight: jax.Array, rounded: jax.Array, total: jax.Array) -> jax.Arr
 def raised(state: State, logits: list[list[jax.Array]], margin: float, *, has_top: bool) -> State:
     """The state with `largest` raised where a logit exceeds it too far, to the `reference` of the largest logit.
 
-    Without `Problem.weight_dtype` (`has_top`), to `margin` above the largest logit: its weight is then not rounded.
+    Where `has_top` is False, so without `Problem.weight_dtype`, to `margin` above the largest logit: its weight is then
+    not rounded.
     """
     tiles = len(state.largest) // 2
     tops = [

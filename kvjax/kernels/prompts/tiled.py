@@ -104,7 +104,7 @@ class TiledArrays(_CallerArrays):
       num_tokens: tokens of each prompt's tiles.
       first_prompt: the first prompt that there are tiles of; `num_prompts` are those from there on.
       lot: the index of the claims of these prompts.
-      prompts: reference to int32 `[8 * num_prompts]`, for each the `FIELDS`.
+      prompts: reference to int32, the 8 `FIELDS` of each prompt of the step.
       header: reference to int32, the number of prompts, and the claims of each lot.
       keys: `[num_prompts * num_kv_heads * num_tokens, head_size]`.
       values: `[num_prompts * num_kv_heads * num_tokens, head_size_v]`; for products in fp8 transposed, each tile apart,
