@@ -13,7 +13,7 @@ class LaunchUnavailableError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the code of a kernel depends on of a GPU, under the names of `jax.sharding.AbstractDevice`.
+    """The properties of a GPU that a kernel's code depends on, named as in `jax.sharding.AbstractDevice`.
 
     Attributes:
       device_kind: the model's name.

@@ -1,6 +1,7 @@
 """Compiles kernels for GPUs that need not be here: JAX traces and lowers them, and its CUDA plugin compiles them.
 
-Neither starts JAX or touches a GPU. The plugin compiles for a described GPU; the code is in what it serializes.
+Neither step starts JAX or touches a GPU. The plugin compiles for a described GPU; its serialized result contains the
+code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _compiled_for: set[str] = set()
 def can_compile_for(device: Device) -> bool:
     """Whether this process may compile for a device.
 
-    The plugin tells ptxas the compute capability of the first GPU that it compiled for, also for the second.
+    The plugin tells ptxas the compute capability of the first GPU that it compiled for, even for another GPU.
     """
     return _compiled_for <= {device.compute_capability}
 

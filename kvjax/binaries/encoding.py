@@ -1,6 +1,6 @@
 """Kernels as JSON: the function that makes one, and its arguments, the same in every process.
 
-What has no such form is refused: an object that is known by its address or by the source of a function, say.
+Anything without such a form is refused, for example an object identified by its address or a function's source.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NoStableFormError(ValueError):
 
 
 def encode_kernel(kernel: AnyCount) -> Any:
-    """What `decode_kernel` makes a kernel of, for `json.dumps`.
+    """A form of a kernel for `json.dumps`, from which `decode_kernel` makes it again.
 
     Raises:
       NoStableFormError: the kernel does not say what made it, or some of that has no stable form.
@@ -45,7 +45,7 @@ def encode(value: Any) -> Any:
     """A value of plain types, dtypes, and enumerations, named tuples and data classes of kvjax, for `json.dumps`.
 
     Raises:
-      NoStableFormError: it is or has something else.
+      NoStableFormError: it is, or contains, something else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -74,7 +74,7 @@ def decode(encoded: Any) -> Any:
     if "enum" in encoded:
         return _named(encoded["enum"])[encoded["member"]]
     kind = _named(encoded["class"])
-    # Fields that others determine, such as the head sizes of latents, are no arguments.
+    # Fields that others determine, such as the head sizes of latents, are not arguments.
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     derived = {field.name for field in fields if not field.init}
     return kind(**{name: decode(x) for name, x in encoded["fields"].items() if name not in derived})

@@ -1,9 +1,9 @@
 """Compiled kernels in a folder, for later processes.
 
-An entry is a file of a header, the key and the kernel, with a checksum of both. Whatever is not exactly that, of this
-key, is compiled again and written over; nothing in a file is run before the GPU runs the kernel. Files appear whole,
-by a rename, so several processes may read and write at once and end at any time. The folder and its files must be the
-user's own and writable by nobody else.
+An entry is a file of a header, the key and the kernel, with a checksum of both. If a file is anything else, or has
+another key, its kernel is compiled again and the file overwritten. Nothing in a file runs before the GPU runs the
+kernel. Files are renamed when complete, so several processes may read and write at once and end at any time. The folder
+and its files must be the user's own and writable by nobody else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def folder_of(variables: Mapping[str, str]) -> Path | None:
     if named is not None:
         return None if named in ("", "0") else Path(os.path.expanduser(named)).absolute()
     caches = variables.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(caches):  # XDG has it ignored then
+    if not os.path.isabs(caches):  # XDG says to ignore it then
         caches = os.path.expanduser("~/.cache")
     return Path(caches, "kvjax") if os.path.isabs(caches) else None
 
@@ -89,7 +89,7 @@ class Folder:
 
     Args:
       path: where; it is made, for the user alone, when an entry is written.
-      max_bytes: what entries may take. Those that were not used for the longest time are removed.
+      max_bytes: the most that entries may take. The least recently used ones are removed.
     """
 
     def __init__(self, path: Path, max_bytes: int = DEFAULT_SIZE << 20) -> None:

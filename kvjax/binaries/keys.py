@@ -53,7 +53,7 @@ _HARMLESS_OPTIONS = (
     "jax_traceback",
     "jax_transfer_guard",
 )
-"""What the names of JAX's options begin with that do not change code; all others may."""
+"""Prefixes of the names of JAX's options that do not change code; all others may."""
 
 _imported_at = time.time()
 

@@ -34,7 +34,7 @@ class Lowered(NamedTuple):
     """A lowered kernel.
 
     Attributes:
-      call: what XLA calls Mosaic GPU by: attributes of MLIR by name.
+      call: the MLIR attributes, by name, of XLA's call to Mosaic GPU.
       module: the serialized module of the kernel, which is an option of the call.
     """
 
@@ -71,7 +71,7 @@ def kernel_of(lowered: Any) -> Lowered:
 def program_of(lowered: Lowered, module: bytes) -> Any:
     """A program for XLA that is the call of a kernel alone, of this module, without arguments: they are no part of it.
 
-    XLA would say of the arguments to trace with, whose sizes mean nothing, that they exceed the GPU's memory.
+    XLA would report that the arguments used for tracing, whose sizes mean nothing, exceed the GPU's memory.
     """
     with lowered.call[_CONFIG].context:
         program = ir.Module.parse(_PROGRAM)
@@ -99,9 +99,9 @@ module @kvjax attributes {mhlo.num_partitions = 1 : i32, mhlo.num_replicas = 1 :
 def without_starting_jax(device: Device) -> Iterator[None]:
     """Supplies the devices that lowering a kernel asks for, since asking JAX for them would start it.
 
-    `jit` needs a device but uses nothing of it: it gets one of the host. Mosaic GPU reads the shared memory size of the
-    first of `jax.local_devices()`: it gets `device`. A Mosaic kernel that another thread lowers meanwhile gets `device`
-    too. A later JAX that asks in other ways starts; kernels are then launched all the same.
+    `jit` needs a device but uses nothing of it, so it gets one of the host. Mosaic GPU reads the shared memory size of
+    the first of `jax.local_devices()`, so it gets `device`, as does a Mosaic kernel that another thread lowers
+    meanwhile. A later JAX may ask in other ways and thereby start; kernels are launched all the same.
     """
     mosaic.jax = _JaxOfOneDevice(device)
     try:

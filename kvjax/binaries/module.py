@@ -1,8 +1,8 @@
 """Rewrites the module that Mosaic GPU makes of a kernel, so that one compilation serves every launch of its kind.
 
-Two things change. The size of the grid, a constant, becomes an entry of the list that the host code is given. And the
+Two things change. The size of the grid, a constant, becomes an entry of the list that the host code is given. The
 kernel's parameters become one structure of integers: Mosaic GPU assumes that addresses are multiples of 256, as JAX's
-are, but torch's tensors begin anywhere, and counts travel in it too.
+are, but torch's tensors begin anywhere. The structure also passes counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMESPACE = "stable_mosaic_gpu."
 
 @contextlib.contextmanager
 def expecting_this_form() -> Iterator[None]:
-    """Turns errors from JAX's making kernels of another form into `LaunchUnavailableError`."""
+    """Raises `LaunchUnavailableError` where errors show that JAX makes kernels of another form."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, ir.MLIRError) as error:
@@ -85,10 +85,10 @@ def rewritten(serialized: bytes, num_args: int) -> Rewritten:
 
 
 def host_ops(module: Any) -> Iterator[Any]:
-    """The operations of the functions of a module, without those inside of them: a kernel has thousands.
+    """The operations in a module's functions, without those nested in them: a kernel has thousands.
 
-    The bindings look for a Python module of an operation's dialect each time that they hand out an operation of one
-    that has none, which for all operations of a kernel takes seconds.
+    Each time the bindings return an operation whose dialect has no Python module, they search for that module. For all
+    operations of a kernel, this takes seconds.
     """
     for function in _ops_of(module.operation):
         yield from _ops_of(function)

@@ -1,8 +1,8 @@
 """Finds a kernel's code in what XLA serializes of a compiled program.
 
-XLA writes records in the format of Riegeli, compressed by Snappy: blocks of 64 KiB that begin with a header, over them
-chunks, in them records. The record of a program is such a file itself. Both formats are public. In the records, the
-code is an ELF file of the machine CUDA, which says where it ends and what its kernels are called.
+XLA writes records in the Riegeli format, compressed by Snappy: chunks, which contain records, are laid over blocks of
+64 KiB that begin with a header. The record of a program is such a file itself. Both formats are public. In the records,
+the code is an ELF file of the machine CUDA. That file says where it ends and what its kernels are called.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def find_code(serialized: bytes) -> Code:
 
 
 def _all_records(content: bytes) -> Iterator[bytes]:
-    """The records in a file, which begins anywhere in `content`, and in files in them; or `content` itself."""
+    """The records of a file that begins anywhere in `content`, and of files nested in these; or `content` itself."""
     if (start := content.find(_SIGNATURE)) < 0:
         yield content
         return
@@ -189,7 +189,7 @@ def _text(content: bytes, start: int) -> bytes:
 
 
 def _parameter_bytes(info: bytes) -> int:
-    """The size of a kernel's parameters, from the attributes that its section of information is a list of."""
+    """The size of a kernel's parameters, from the list of attributes in its information section."""
     at = found = 0
     while at < len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)

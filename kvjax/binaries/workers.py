@@ -1,7 +1,7 @@
 """Compiles several kernels at once: in processes that do nothing else, and in this one.
 
-Tracing and lowering take most of the time and hold Python's lock, so threads would take turns. What the processes do
-not compile, because they end or fail, this one does.
+Tracing and lowering take most of the time and hold Python's lock, so threads would take turns. This process compiles
+what the others do not, because they end or fail.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _taken(waiting: collections.deque[int]) -> tuple[int] | None:
 
 
 def _compile(kernel: AnyCount, device: Device) -> Binary:
-    """Compiles a kernel in this process; or in another, if a thread compiles in this one or this one must not."""
+    """Compiles a kernel in this process, or in another if a thread is compiling here or this one must not."""
     if in_turn.acquire(blocking=False):
         try:
             if can_compile_for(device):
@@ -155,7 +155,7 @@ class _Worker:
         sent, received = self._process.stdin, self._process.stdout
         if sent is None or received is None:
             raise _WorkerError("no pipes")
-        # A process that hangs is ended, and what is read of it then ends too.
+        # A process that hangs is ended, which also ends the read from it.
         with _ending_after(_PATIENCE, self._process):
             try:
                 sent.write(json.dumps(request).encode() + b"\n")

@@ -184,13 +184,13 @@ def _dtypes(names: str) -> tuple[kvjax.KVCacheDType, ...]:
 
 
 def _divisor(layers: Iterable[CalibratedLayer]) -> float:
-    """What the largest magnitudes are divided by in the file: the largest number of the first part with a scale."""
+    """The divisor of the largest magnitudes in the file: the largest number of the first part with a scale."""
     parts = (part for layer in layers for part in layer.dtype.parts)
     return next((part.info.max for part in parts if part.takes_scale), 1.0)
 
 
 def _tensors(layers: Sequence[CalibratedLayer]) -> dict[str, np.ndarray]:
-    """Scales by names that `load_kv_scales` reads, which are vLLM's, all of the divisor that the metadata says."""
+    """Scales by vLLM's names, which `load_kv_scales` reads; all have the divisor that the metadata says."""
     divisor = _divisor(layers)
     return {
         f"model.layers.{layer.index}.self_attn.attn.{name}": np.asarray(

@@ -92,9 +92,9 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class WindowPlan:
-    """Exact windows: `bytes` is what all quantized layers' take of the budget, for `max_seqs` sequences of one device.
+    """Exact windows: those of all quantized layers take `bytes` of the budget, for `max_seqs` sequences of one device.
 
-    `size`: tokens that a query attends to there.
+    `size`: tokens that a query attends to in the window.
     """
 
     size: int
@@ -121,7 +121,7 @@ class MemoryPlan:
     device. `state_bytes`: what recurrent layers keep of a sequence on one device, None if unknown. `max_seqs`: how many
     sequences' states are taken from the budget, and have exact windows. `bfloat16`: the totals with every layer in
     bfloat16. `ratio`: `totals.tokens` relative to those, None if those are 0. `exact_window`: None without one; its
-    bytes are not those of `totals`, but of `memory_bytes`.
+    bytes are part of `memory_bytes`, not of `totals`.
     """
 
     warnings: tuple[str, ...]
@@ -157,7 +157,7 @@ class MemoryPlan:
           tensor_parallel: number of devices with such a share.
           memory_bytes: the budget of one device.
           max_seqs: how many sequences' states the budget holds besides; 0 if the size of a state is unknown.
-          exact_window: of `layers`; its bytes are not left for pages.
+          exact_window: the windows of `layers`; their bytes are not available for pages.
 
         Raises:
           KVCacheValueError: the budget does not hold the states, or the windows.

@@ -44,7 +44,7 @@ class Attended(NamedTuple):
     value: jax.Array
 
     def rotated(self, is_rotated: bool) -> Attended:
-        """Returns these with query and key rotated, if so."""
+        """Returns these, with query and key rotated if `is_rotated`."""
         if not is_rotated:
             return self
         return self._replace(query=kvjax.hadamard_transform(self.query), key=kvjax.hadamard_transform(self.key))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # needs the extra `smollm2`
     from kvjax.demo.gguf_file import GGUFModel
 
 BYTES_PER_TOKEN = 8
-"""Of text to encode for a token that is wanted: code has less than half as many."""
+"""Bytes of text to encode for each token that is wanted: code has less than half as many per token."""
 
 QUESTION = "In one sentence: why does a language model keep the keys and values of earlier tokens?"
 REPLY_TOKENS = 48

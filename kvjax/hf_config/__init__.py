@@ -1,1 +1,1 @@
-"""Reads a Hugging Face `config.json`, for each model type, for what concerns the KV cache."""
+"""Reads what concerns the KV cache from a Hugging Face `config.json`, for each model type."""

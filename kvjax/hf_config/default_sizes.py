@@ -102,4 +102,4 @@ def _by_type(text: str) -> Mapping[str, Mapping[str, int]]:
 
 
 DEFAULT_SIZES = _by_type(_SIZES)
-"""The plain keys of sizes, by model type. A type is missing whose class derives one of them, or has none."""
+"""The plain keys of sizes, by model type. Types whose class derives one of them, or has none, are missing."""

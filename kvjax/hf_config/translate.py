@@ -80,8 +80,8 @@ def encoder(facts: Facts) -> None:
 def latent(facts: Facts) -> None:
     """Multi-head latent attention: one latent per token and one key with positions, shared by all heads.
 
-    transformers' class of no type read here has a window: its mask ignores one, its cache drops tokens by it. Those of
-    dots3_note have one, and an indexer's keys besides, for which they are refused by name.
+    No transformers class of the types read here has a window: their masks ignore one, while their caches drop tokens by
+    it. Those of dots3_note have one, and an indexer's keys besides, for which they are refused by name.
     """
     if not flag(facts, "use_sliding_window", True):
         facts.pop("sliding_window", None)

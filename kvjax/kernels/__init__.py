@@ -1,10 +1,10 @@
-"""Pallas Mosaic GPU kernels, for sm_90 and later; tests compare bytes with XLA's, attention with float64.
+"""Pallas Mosaic GPU kernels, for sm_90 and later. Tests compare their bytes with XLA's, and attention with float64.
 
 The names exported here are for launchers that pass addresses instead of JAX arrays.
 
-- `target`, `placement`: the GPU that a call is lowered for, and what serves it there.
-- `compat`, `ptx`, `warpgroups`, `lanes`: Pallas on each version of jax and interpreted; PTX on arrays; operations of a
-  warpgroup; one register of each thread as an array.
+- `target`, `placement`: the GPU that a call is lowered for, and the choice between a kernel and XLA.
+- `compat`, `ptx`, `warpgroups`, `lanes`: Pallas on each version of jax and in interpret mode; PTX on arrays; operations
+  of a warpgroup; one register of each thread as an array.
 - `registers`, `tiles`, `launchable`: layouts in registers and in shared memory; kernels over caller-owned memory.
 - `arithmetic`, `nvfp4`, `e2m1`, `four_over_six`, `decoding`, and `codecs`, which has the two directions of each dtype.
 - `write`, `gather`, `gather_rows`, `row_places`, `attention`, `mla`, `prompts`: the kernels.

@@ -75,13 +75,13 @@ Value = Any
 """A value of MLIR, such as a register of a thread, an address or an index; or its type."""
 
 Lowered = Any
-"""An operand as lowering has it: MLIR's memref of a reference, or Mosaic GPU's `FragmentedArray` of an array."""
+"""An operand during lowering: MLIR's memref for a reference, or Mosaic GPU's `FragmentedArray` for an array."""
 
 Context = Any
 """What Pallas passes to a lowering first."""
 
 Layout = Any
-"""Which thread holds which element of an array in registers, as `registers.lane_layout` and `plgpu.Layout` say."""
+"""A register layout: which thread holds which element of an array. See `registers.lane_layout`, `plgpu.Layout`."""
 
 Kernel = Callable[..., Any]
 """A function of arrays or references that launches a kernel."""

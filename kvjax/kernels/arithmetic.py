@@ -20,8 +20,9 @@ from kvjax.quant import LEAST_TOKEN_SCALE, canonical_nan_bits
 def reciprocal(divisor: jax.Array) -> jax.Array:
     """`1 / divisor` in float64 within two units in the last place, for a normal float32 whose reciprocal is normal.
 
-    GPUs have an instruction for 23 bits of it, and divide float64 exactly but slowly. One step of the series
-    `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, makes 69 of 23.
+    GPUs have an instruction that computes 23 bits of the reciprocal; exact float64 division is slow. One step of the
+    series `1 / d = y / (1 - e) = y * (1 + e + e**2 + ...)` with `e = 1 - d * y`, which float64 holds exactly, turns 23
+    bits into 69.
     """
     approximate = ptx.elementwise("rcp.approx.ftz.f32 $0, $1;", jnp.reciprocal, divisor)
     with jax.enable_x64(True):
@@ -33,9 +34,9 @@ def reciprocal(divisor: jax.Array) -> jax.Array:
 def rounded_reciprocal(divisor: jax.Array) -> jax.Array:
     """`1 / divisor` in float32, correctly rounded, for a divisor between `2**-124` and `2**124`.
 
-    What ptxas generates for `rcp.rn.f32`, without the branch for other divisors: one step of the series above, by fused
-    multiply-adds. That it rounds correctly is a property of the approximations for all 2**23 mantissas: tests check all
-    of them on a GPU, and check for other targets that ptxas relies on it too.
+    This is the code that ptxas generates for `rcp.rn.f32`, without the branch for other divisors: one step of the
+    series above, by fused multiply-adds. Its correct rounding is a property of the approximations for all 2**23
+    mantissas. Tests check all of them on a GPU, and check that ptxas relies on it for other targets too.
     """
     return ptx.elementwise(
         "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, y; fma.rn.f32 e, $1, e, 0f3F800000;"

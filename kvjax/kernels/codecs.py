@@ -29,7 +29,7 @@ from kvjax.spec import AttentionSpec
 
 
 class LoadedRows(NamedTuple):
-    """Rows in registers: one array, or one of the even and one of the odd elements; and the register layout."""
+    """Rows in registers and their layout: one array, or two, of the even and of the odd elements."""
 
     arrays: tuple[jax.Array, ...]
     layout: Layout
@@ -39,15 +39,15 @@ class GatheredPiece(Protocol):
     """Rows of a gather that are decoded together, tokens and heads first."""
 
     def along(self, axis: int) -> Layout:
-        """The layout of an array that has this one axis."""
+        """The layout of an array that has only this axis."""
 
     def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-        """`x`, which has these axes, along all of them."""
+        """Broadcasts `x`, which has only these axes, to all axes of the piece."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encodes rows where they are in registers: unquantized, or with a scale of the layer.
+    """Encodes rows in place, in registers: unquantized, or with the layer's scale.
 
     Attributes:
       dtype: of keys or of values.
@@ -95,7 +95,7 @@ class Codec:
         return scale[0]
 
     def row_encoder(self, scale: Ref, layout: Layout, columns: int) -> Callable[[jax.Array], jax.Array]:
-        """A function that encodes the rows of a token where they are; the scale is loaded and inverted here."""
+        """Loads and inverts the scale; returns a function that encodes a token's rows in place, in registers."""
         if self.dtype.info.layer_scale is None:
             return functools.partial(arithmetic.cast, dtype=self.dtype.info.storage_dtype)
         if scale.shape[0] > 1:
@@ -139,7 +139,7 @@ class BytesCodec(Codec):
         return LoadedRows((compat.load(ref, layout),), layout)
 
     def load_scale(self, scale: Ref) -> jax.Array | None:
-        """None: no scale changes them."""
+        """None: unquantized rows have no scale."""
         return None
 
     def encode(self, rows: LoadedRows, scale: jax.Array | None, dtype: DTypeLike) -> tuple[jax.Array, ...]:
@@ -165,7 +165,7 @@ class RowCodec(Codec):
         return [plgpu.SMEM((tokens, heads * data), jnp.uint8), plgpu.SMEM((tokens, heads * scales // 4), jnp.int32)]
 
     def load(self, rows: Rows, first: jax.Array, num_tokens: int, staged: Sequence[Ref]) -> LoadedRows:
-        """Loads the rows of tokens, `[num_tokens, scales, elements of a scale]`, what shares a scale in one warp."""
+        """Loads rows, `[num_tokens, scales, elements of a scale]`; elements that share a scale are in one warp."""
         (_, elements), (_, num_scales) = (ref.shape for ref in staged)
         shape = num_tokens, num_scales, elements // num_scales
         ref = rows.ref.at[pl.ds(first - rows.first, num_tokens), pl.ds(0, elements)]
@@ -264,7 +264,7 @@ CODECS: dict[KVCacheDType, Codec] = {
     for codec in (
         *(Codec(dtype, 1024) for dtype in (KVCacheDType.FLOAT32, KVCacheDType.FLOAT16, KVCacheDType.BFLOAT16)),
         *(Codec(dtype, 2048) for dtype in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)),
-        # Not measured but for fp8.
+        # Measured for fp8 only.
         *(
             RowCodec(dtype, 2048, arithmetic.encode_per_token_head, decoding.decode_per_token_head)
             for dtype in (KVCacheDType.FP8_PER_TOKEN_HEAD, KVCacheDType.INT8_PER_TOKEN_HEAD)

@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvjax.kernels.aliases import Barriers, Kernel, Layout, OutType, Ref, ScratchType
 
-# Lane semantics: kernels choose register layouts themselves. They also have their own barriers wherever a thread reads
-# what another wrote; those that Mosaic would put around each store cost more than the store.
+# Lane semantics: kernels choose register layouts themselves. They also place barriers themselves, wherever a thread
+# reads what another wrote. The barriers that Mosaic would put around each store cost more than the store.
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 BASE_ALIGNMENT = 256
@@ -53,7 +53,7 @@ def program_kernel(
 
 def load(ref: Ref, layout: Layout, shape: tuple[int, ...] | None = None) -> jax.Array:
     """Loads a reference, reshaped to `shape`, into registers in `layout`; the loads need not be coalesced."""
-    if interpreting():  # which knows no reshaped references, and in jax 0.11.1 no `plgpu.load`
+    if interpreting():  # it has no reshaped references, and no `plgpu.load` in jax 0.11.1
         whole: jax.Array = ref[...]
         return whole if shape is None else whole.reshape(shape)
     if shape is not None:
@@ -68,7 +68,7 @@ def copy_to_shared(source: Ref, target: Ref, full: Barriers) -> None:
 
 
 def layout_cast(x: jax.Array, layout: Layout) -> jax.Array:
-    """`x` in registers in `layout`, which interpret mode does not have, nor in jax 0.11.1 the cast."""
+    """Casts `x` to `layout`. Interpret mode has no layouts and, in jax 0.11.1, no such cast."""
     return x if interpreting() else plgpu.layout_cast(x, layout)
 
 

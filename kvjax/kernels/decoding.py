@@ -18,8 +18,8 @@ from kvjax.kernels.aliases import DType
 from kvjax.kernels.arithmetic import cast as cast
 
 FACTOR = 2.0**7
-"""Factor from float16 products of codes and block scales to the values: the biases of float16 and e2m1 are 15 and 1;
-and block scales are multiplied by 2**7, with which they still fit float16."""
+"""Factor from float16 products of codes and block scales to the values. The biases of float16 and e2m1 are 15 and 1,
+and block scales are multiplied by 2**7, after which they still fit float16."""
 
 
 def _product(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -80,7 +80,8 @@ def decode_nvfp4(
 
     The magnitude of a code is two exponent bits above one mantissa bit. Shifted to the position of these fields in a
     float16, it is `2**-14` times its value; code 1 is subnormal in both. Its product with the block scale, which has
-    four bits, is exact in float16, and so is that of the layer's scale, at most `2**100`, with a power of two.
+    four bits, is exact in float16. The product of the layer's scale, at most `2**100`, and a power of two is also
+    exact.
 
     Args:
       data: uint8 `[..., 8]`, a byte for each pair.
@@ -118,9 +119,9 @@ def _factor(block_scales: jax.Array) -> jax.Array:
 
 
 def ptx_of_pair(dtype: DType) -> str:
-    """The two elements of a byte, the even one in the low half, of codes, the block's factor and the layer's scale.
+    """PTX of a byte's two elements, the even one in the low half, from codes, the block's factor and the layer's scale.
 
-    The product with 0x1001 has the low code at the bottom of the low half and the high code at that of the high one.
+    The product with 0x1001 puts the low code at the bottom of the low half, and the high code at that of the high half.
     """
     kind = {np.dtype(np.float16): "f16x2", np.dtype(jnp.bfloat16): "bf16x2"}[np.dtype(dtype)]
     return f"""{{

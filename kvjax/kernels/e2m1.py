@@ -153,7 +153,7 @@ def ptx_of_squared_errors(columns: int) -> str:
 def squared_errors(
     low_index: jax.Array, high_index: jax.Array, low: jax.Array, high: jax.Array, step: jax.Array
 ) -> jax.Array:
-    """The model of `ptx_of_squared_errors`: of a pair of elements."""
+    """The model of `ptx_of_squared_errors`, for a pair of elements."""
     errors = []
     for index, x in ((low_index, low), (high_index, high)):
         index = jnp.minimum(index, 7)
@@ -178,31 +178,31 @@ min.s32 $0, index, last; }}"""
 def nearest_indices(x: jax.Array, inverse: jax.Array) -> jax.Array:
     """The index (int32) of the e2m1 magnitude nearest to that of `8 * x * inverse`, ties to even; 0 for NaN.
 
-    Let `g` be the broken line through (value, index) of 0, .5, 1, 1.5, 2, 3, 4, 6. Its slopes are 2 up to 2, 1 up to 4
-    and 1/2 from there; they fall, so that `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It takes the middle between
-    neighbouring values to the middle between their indices, hence rounding to the nearest value, of even index in a
-    tie, is rounding `g` to the nearest even integer. Rounding is monotonic: the least of the rounded lines is the
-    rounded least line. Past 6 it is 7 or 8: callers saturate the index.
+    Let `g` be the piecewise linear function through (value, index) of 0, .5, 1, 1.5, 2, 3, 4, 6. Its slopes are 2 up to
+    2, 1 up to 4 and 1/2 from there. They decrease, so `g(a) = min(2 * a, a + 2, a / 2 + 4)`. It maps the midpoint of
+    neighbouring values to the midpoint of their indices. Rounding to the nearest value, ties to the even index, is
+    therefore rounding `g` to nearest even. Rounding is monotonic: the minimum of the rounded lines is the rounded
+    minimum. Past 6 the index is 7 or 8: callers saturate it.
 
-    A sum with `2**23 - 2` rounds the first two lines at once: up to `2**23`, where `a` is 2, float32 are halves apart,
-    and integers from there. Each has the next bits, so that the bits less those of `2**23 - 2` are the index. The last
-    line uses that subnormal float32 are the integers times `2**-149`, with these integers as their bits: a fused
-    multiply-add of constants that small rounds it to an integer.
+    Adding `2**23 - 2` rounds the first two lines at once: float32 are 1/2 apart up to `2**23`, where `a` is 2, and 1
+    apart from there. Their bits are consecutive, so the bits minus those of `2**23 - 2` are the index. For the last
+    line, subnormal float32 are integers times `2**-149`, with these integers as their bits: a fused multiply-add of
+    constants that small rounds to an integer.
 
-    Both round once and to nearest even. The product with `inverse` is rounded before, like that of `kvjax.quant`; it
-    saturates at 1, which is a magnitude of 8, and a NaN at 0. The factor of 8 changes no rounding.
+    Both round once, to nearest even. The product with `inverse` is rounded before, as in `kvjax.quant`. It saturates at
+    1, which is a magnitude of 8, and NaN becomes 0. The factor of 8 changes no rounding.
 
     Examples: 0.75 is 1.5 on the line, index 2 (1.0). 2.5 is min(5, 4.5, 5.25) = 4.5, index 4 (2.0). 5 is 6.5, index 6
     (4.0), and 5.01 rounds to 7 (6.0).
 
-    The pipe that compares, shifts and masks is half as wide on sm_90 as the one that multiplies and adds: this asks one
-    instruction of the narrow one, which adds integers and takes the least, and three of the other.
+    On sm_90 the pipe that compares, shifts and masks is half as wide as the one that multiplies and adds. This function
+    issues one instruction to the narrow pipe, which adds integers and takes the minimum, and three to the other.
     """
     return ptx.elementwise(PTX_OF_INDEX, _least_line, x, inverse)
 
 
 def _least_line(x: jax.Array, inverse: jax.Array) -> jax.Array:
-    with jax.enable_x64(True):  # where the lines are exact
+    with jax.enable_x64(True):  # in float64 the lines are exact
         magnitude = jnp.fmin(jnp.abs(x) * inverse, 1.0).astype(jnp.float64)
         magnitude = jnp.where(jnp.isnan(x), 0.0, magnitude)
         lines = [jnp.rint(slope * magnitude + start).astype(jnp.int32) for slope, start in ((16, 0), (8, 2), (4, 4))]

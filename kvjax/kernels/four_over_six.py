@@ -1,25 +1,25 @@
 """Blocks of `NVFP4_4OVER6` in one thread each: which of two block scales has the smaller error, and the codes, as PTX.
 
-Both candidates' codes are made, exactly. To compare the sums of squared errors `|x| - q * step`, where `q` are the
+Both candidates' codes are computed exactly. To compare the sums of squared errors `|x| - q * step`, where `q` are the
 codes' values, it is enough to compare
 
     A = step * (step * sum(q * q) - 2 * sum(|x| * q)),
 
 because `sum(x * x)` is in both. The sums in `A` are dot products of small integers, for which GPUs have instructions
-that take 2 or 4 elements: `2 * q` is one of 0 to 12, and `|x|` is scaled by a power of two to 16 bits. These hold it
-exactly: the largest magnitude of a block becomes one from `2**15` to `2**16`, so the least that has a code, a quarter
-of a step and thus at least 1/26 of the largest, is above `2**10`, where 11 bits are an integer. Smaller ones are
+that take 2 or 4 elements: `2 * q` is one of 0 to 12, and `|x|` is scaled by a power of two to 16 bits. The 16 bits are
+exact: the largest magnitude of a block becomes one from `2**15` to `2**16`. The least with a nonzero code, a quarter of
+a step and thus at least 1/26 of the largest, is then above `2**10`, where 11 bits are an integer. Smaller ones are
 multiplied by 0.
 
-What remains is rounding. Of `A`: the two sums are below `2**24`, and `A` is rounded twice, to `2**-23` of it. Of the
-sums as `kvjax.quant` defines them: seven roundings at most, each of `2**-24`. A sum is less than `A`, in magnitude: a
-magnitude from 0.75 steps on adds more to `A` than its squared error, and all others in a block add less than one
+What remains is rounding. In `A`, the two sums are below `2**24`, and `A` is rounded twice, to `2**-23` of it. The sums
+as `kvjax.quant` defines them have seven roundings at most, each of `2**-24`. Such a sum is less than `A` in magnitude:
+a magnitude from 0.75 steps on adds more to `A` than its squared error, and all others in a block add less than one
 squared step, of the 14 at least that the largest adds. So where both `A` differ by more than `2**-20` of their sum,
-their difference has the sign that the difference of the defined sums has.
+their difference has the same sign as that of the defined sums.
 
-All other blocks, some of ten thousand, compare the defined sums, in a branch. So do blocks with NaN or of zeros, blocks
+All other blocks, a few in ten thousand, compare the defined sums in a branch. So do blocks with NaN or of zeros, blocks
 with numbers whose squares float32 might not hold, and those whose first scale is subnormal or whose second might be
-clamped: elsewhere the second candidate has no magnitude above 4.5 steps, and takes fewer instructions.
+clamped. In the remaining blocks, the second candidate has no magnitude above 4.5 steps and takes fewer instructions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DOUBLES = (0x03020100, 0x0C080604)
 """Twice the values of e2m1, a byte each."""
 
 _LEAST_SCALE, _LARGEST_SCALE = 0x08, 0x78
-"""The first normal number of e4m3; and 256: 1.5 times what is rounded to that is below 448."""
+"""The smallest normal number of e4m3; and 256: 1.5 times any number that rounds to 256 is below 448."""
 
 _LEAST_MAGNITUDE, _LARGEST_MAGNITUDE = (int(np.float32(x).view(np.uint32)) for x in (2.0**-40, 2.0**60))
 
@@ -103,10 +103,10 @@ def encode(kind: str, widen: str, exact: str) -> str:
 
 
 def _block_scales(kind: str, widen: str, words: Sequence[str]) -> list[str]:
-    """Sets `amax`, NaN if an element is, `scales`, of 6 in the second byte and of 4 in the first, steps and inverses.
+    """Sets `amax` (NaN if an element is), `scales` (for 6 in the second byte, for 4 in the first), steps and inverses.
 
-    The quotient of `amax` is rounded correctly (Markstein), unless its remainder leaves the range of float32, where
-    the block takes the branch. The inverses are `arithmetic.rounded_reciprocal`.
+    The quotient of `amax` is rounded correctly (Markstein), unless its remainder leaves the range of float32; then the
+    block takes the branch. The inverses are `arithmetic.rounded_reciprocal`.
     """
     lines = [
         "{ .reg .b32 largest, pair; .reg .b16 half<2>; .reg .f32 low, high, quotient, other_quotient, rest;",

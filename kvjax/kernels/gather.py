@@ -72,7 +72,7 @@ class GatherConfig:
 
 
 class Table(NamedTuple):
-    """The block table: each sequence has `max_blocks` entries of `ref`, `stride` after those of the one before.
+    """The block table: each sequence has `max_blocks` entries of `ref`, `stride` after those of the previous one.
 
     In a cache of several layers, whose pages lie next to each other in a block, `layer` is the layer to read.
     """
@@ -111,7 +111,7 @@ def any_count(
 
     The arguments are the block table and the lengths, int32, k_scale, v_scale, the keys' and the values' pages, with
     `num_layers` the layer to read, and the dense keys and values. `scale_pages` and `num_layers` are as in the write.
-    `table_stride` counts the entries from a sequence's first to that of the next.
+    `table_stride` is the number of entries from one sequence's first to the next sequence's first.
 
     Raises:
       UnsupportedError: no kernel decodes the dtype, or reads elements at such addresses.

@@ -1,6 +1,6 @@
 """The gather of any tokens, one for each row of a result, as dense, dequantized keys and values.
 
-Ranges of sequences are such tokens: those of latents (MLA) that a prompt in chunks attends to. A program takes `ROWS`
+Such tokens can be ranges of sequences, like the latents (MLA) that a chunked prompt attends to. A program takes `ROWS`
 neighbouring rows. It issues all loads of their tokens before it uses any, decodes in registers, and stores the rows.
 Most tokens are neighbours in a page and are loaded together, by wider accesses; the others are loaded one by one.
 """

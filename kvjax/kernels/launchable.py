@@ -1,7 +1,7 @@
 """Descriptions of the memory that kernels access, and kernels over it: over JAX arrays, or caller-owned memory.
 
-For JAX arrays, sizes are known when a kernel is compiled. For caller-owned memory only strides and alignments are;
-sizes and addresses are known at launch, so that one kernel serves every launch.
+For JAX arrays, sizes are known when a kernel is compiled. For caller-owned memory only strides and alignments are known
+then. Sizes and addresses are known at launch, so one kernel serves every launch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RowMemory:
 
     @classmethod
     def of(cls, x: Operand) -> RowMemory:
-        """That of a JAX array `[num_tokens, ...]`."""
+        """The memory of a JAX array `[num_tokens, ...]`."""
         token_stride = math.prod(x.shape[1:])
         return cls(x.dtype, token_stride, math.gcd(token_stride * x.dtype.itemsize, compat.BASE_ALIGNMENT))
 
@@ -117,7 +117,7 @@ def array_memory(spec: AttentionSpec) -> tuple[PageMemory, PageMemory]:
 
 
 def why_not_elements(spec: AttentionSpec, pages: Sequence[PageMemory]) -> str | None:
-    """Why no kernel reads elements of `page_dtypes` in pages: their addresses are no multiples of their size."""
+    """Why no kernel reads elements of `page_dtypes` in pages: their addresses are not multiples of their size."""
     for memory, dtype in zip(pages, page_dtypes(spec), strict=False):
         places = {memory.alignment, memory.page_stride}
         places |= {place for each in memory.regions for place in (each.base, each.token_stride)}
@@ -139,11 +139,11 @@ class Argument(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What made a kernel, for what has to know a kernel without tracing it, or to make it in another process.
+    """What made a kernel: identifies it without tracing it, and lets another process make it again.
 
     Attributes:
       function: its module and name, `module:name`.
-      arguments: its arguments by name, those left out too.
+      arguments: its arguments by name, defaults included.
     """
 
     function: str
@@ -160,7 +160,7 @@ class Origin(NamedTuple):
 
 
 def with_origin[**Given](make: Callable[Given, AnyCount]) -> Callable[Given, AnyCount]:
-    """Has the kernels that a function makes say so; nothing else may decide what they do."""
+    """Sets `origin` of the kernels that a function makes; nothing but its arguments may decide what they do."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
@@ -187,9 +187,9 @@ class AnyCount:
       arguments: the arrays. A write's scales come last: on sm_90 the first six entries of a launch are in one line of
         constant memory, and a program that waits for another line takes 0.1 us longer.
       writes: names of the arguments that the kernel writes.
-      num_programs: number of programs along the last axis of the grid, given the number of tokens of a write, of
-        entries of the block table of a gather or rows of one of ranges, or of sequences of a merge; or several numbers,
-        if it says so.
+      num_programs: number of programs along the last axis of the grid, given a number: of tokens for a write, of block
+        table entries for a gather, of rows for a gather of ranges, of sequences for a merge. A kernel may document that
+        it takes several numbers.
       origin: what made it.
     """
 
@@ -235,10 +235,10 @@ class AnyCount:
 
         Args:
           counts: known when the kernel is traced, so that branches on them are decided then.
-          amount: that of `num_programs`.
+          amount: the argument of `num_programs`.
           arrays: one for each argument, of any shape and dtype whose bytes are the argument's in the same order; int64
-            slots are twice as many int32, low halves first. A `jax.ShapeDtypeStruct` is a new array. An array that is
-            given for several arguments of one type is one memory.
+            slots are twice as many int32, low halves first. A `jax.ShapeDtypeStruct` makes a new array. Several
+            arguments of one type that get the same array share its memory.
 
         Returns:
           The written arrays in the order of `writes`, each in the shape and dtype in which it was given; in place where
@@ -285,7 +285,7 @@ class AnyCount:
 
 
 def _bytes_as(x: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Array:
-    """An array of the bytes of `x`, in the same order; -1 in `shape` is what the others leave."""
+    """An array of the bytes of `x`, in the same order; -1 in `shape` is inferred from the rest."""
     if x.dtype == dtype:
         return x.reshape(shape)
     if dtype.itemsize > x.dtype.itemsize:
@@ -312,8 +312,8 @@ def scale_argument(name: str, size: int) -> Argument:
 
 
 type RowScaleMemory = tuple[PageMemory | None, PageMemory | None]
-"""Of keys and of values, the memory of the scales of each token and head; None where they have none, or where these are
-the second region of their pages."""
+"""For keys and for values, the memory of the scales of each token and head. None where there are no such scales, or
+where they are the second region of the pages."""
 
 
 def check_row_scales(spec: AttentionSpec, pages: Sequence[PageMemory], memory: RowScaleMemory) -> None:
@@ -346,7 +346,7 @@ def row_scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> list[Pag
 
 
 def scales_of(arrays: Mapping[str, Ref], memory: RowScaleMemory) -> tuple[list[Ref | None], list[Pages | None]]:
-    """In a kernel, the layer's scales of keys and of values, each None where `row_scales_of` has pages; and these."""
+    """In a kernel, the layer's scales of keys and of values, None where `row_scales_of` has pages; and these pages."""
     pages = row_scales_of(arrays, memory)
     named = zip(SCALES, memory, strict=True)
     return [arrays[name] if each is None else None for name, each in named], pages

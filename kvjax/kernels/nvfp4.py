@@ -164,7 +164,7 @@ _PTX_OF_DEFINED_SCALE = (
     "selp.f32 inverse, 0f00000000, inverse, is_other;",
     "mul.f32 inverse, inverse, 0f3E000000; }",
 )
-"""`_block_scales` of `amax` and `divisor`: sets `bits`, `decoded` and `inverse`, an eighth of the last."""
+"""PTX of `_block_scales` of `amax` and `divisor`: sets `bits`, `decoded`, and `inverse` to an eighth of the inverse."""
 
 
 def _block_scales(amax: jax.Array, inverse: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -199,8 +199,8 @@ def _halves(pairs: Sequence[jax.Array], dtype: DType) -> tuple[jax.Array, jax.Ar
 def _largest_magnitudes(pairs: Sequence[jax.Array], dtype: DType) -> jax.Array:
     """The largest magnitude in each row of pairs, NaN ignored, in float32.
 
-    The instruction returns the larger magnitude, with a sign that is ignored, and of a NaN and a number the number. A
-    last maximum with 0 handles rows of NaN only.
+    The instruction returns the larger magnitude, with a sign that is ignored. Of a NaN and a number it returns the
+    number. A final maximum with 0 handles rows that are all NaN.
     """
     if compat.interpreting():
         low, high = _halves(pairs, dtype)

@@ -31,8 +31,8 @@ WORD_BYTES = 4
 """Bytes of a float32 scale."""
 
 MAX_PIECES_LOADED = 9
-"""Maximum number of pieces in registers at once. Swizzled values have many: this is the keys and half of the values
-where those are quarters of a row. More do not fit where odd numbers of heads leave threads idle."""
+"""Maximum number of pieces in registers at once. Swizzled values have many pieces: this number is the keys and half of
+the values where a piece is a quarter of a row. More do not fit where odd numbers of heads leave threads idle."""
 
 
 Dense = Any
@@ -64,8 +64,8 @@ class Piece:
     """Tokens, or some of their rows, that are decoded together.
 
     Attributes:
-      stored: data in the page and, where it holds scales, those: a reference of NVFP4's block scales, or what loads
-        those of each token and head, as int32, into a layout.
+      stored: data in the page and, where it holds scales, the scales: a reference to NVFP4's block scales, or a
+        function that loads the scales of each token and head, as int32, into a layout.
       dense: where in the result to put what the data decodes to, one or two places of the data's shape.
       layout: the registers of all arrays of that shape.
       first_token: the first of its tokens in the program.
@@ -91,11 +91,11 @@ class Piece:
         return [compat.load(data, self.layout), *(load(of_rows) for load in load_scales)]
 
     def along(self, axis: int) -> Layout:
-        """The layout of an array that has this one axis."""
+        """The layout of an array that has only this axis."""
         return self.layout.reduce(tuple(other for other in range(len(self.shape)) if other != axis))
 
     def broadcast(self, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-        """`x`, which has these axes, along all of them."""
+        """Broadcasts `x`, which has only these axes, to all axes of the piece."""
         return compat.layout_cast(lax.broadcast_in_dim(x, self.shape, axes), self.layout)
 
     def store(self, decoded: Sequence[jax.Array], num_valid: jax.Array, first_valid: Scalar = None) -> None:
@@ -142,7 +142,7 @@ class PageTokens(NamedTuple):
 def decode_tokens(operands: Sequence[GatherOperand], tokens: PageTokens, spec: AttentionSpec, dtype: DType) -> None:
     """Stores a program's tokens of one page, as elements of `dtype`; reads nothing if all of them are zeros.
 
-    `operands` are keys and values, whose `dense` are the places of these tokens alone; the pages are those of a spec.
+    `operands` are keys and values. Their `dense` are the places of these tokens alone; their pages are of `spec`.
     """
     pieces = decoded_pieces(operands, tokens, spec, dtype)
 
@@ -256,7 +256,7 @@ def _pieces(stored: Sequence[Any], operand: GatherOperand) -> Iterator[Piece]:
         yield piece((data, scales), dense)
         return
     # A swizzled row holds scales of four tokens. Those of one token lie four bytes apart, a quarter of them in each of
-    # four rows; or, where a quarter is no whole number of scales, they are taken one by one.
+    # four rows; or, where a quarter is not a whole number of scales, they are taken one by one.
     groups = num_tokens // SWIZZLE_TOKENS
     data, dense, scales = (x.reshape(groups, SWIZZLE_TOKENS, *x.shape[1:]) for x in (data, dense, scales))
     in_quarters = num_scales % SWIZZLE_TOKENS == 0

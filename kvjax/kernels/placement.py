@@ -1,4 +1,4 @@
-"""Selection between a Mosaic GPU kernel and XLA when a program is lowered, when platform and devices are known.
+"""Selects a Mosaic GPU kernel or XLA when a program is lowered: its platform and devices are known by then.
 
 A traced program contains a primitive instead of either implementation. Its lowering rule traces the implementation that
 is used, so that kernels are not traced for a CPU, nor their XLA forms for a GPU.
@@ -58,7 +58,7 @@ def run(
 
     A program can contain a kernel in interpret mode, and on a single CUDA device of compute capability 9.0 or later:
     XLA does not partition these kernels but gathers their operands. Inside `jax.shard_map` with `check_vma=False` each
-    device runs its own. Differentiation is that of `otherwise`.
+    device runs its own kernel. Derivatives are those of `otherwise`.
 
     Args:
       required: whether to raise where the kernel cannot run.
@@ -131,7 +131,7 @@ def _target() -> Target:
 
 
 def target_of(array: jax.Array) -> Target | None:
-    """The target of a concrete array's devices; None of a traced array, whose devices are unknown, and of no GPU."""
+    """The target of a concrete array's devices; None if these are unknown, as of a traced array, or no GPUs."""
     if isinstance(array, jax.core.Tracer):
         return None
     return next((Target.of(device) for device in array.devices() if hasattr(device, "compute_capability")), None)
@@ -206,7 +206,7 @@ def _types(*_: object, shapes: Shapes, **__: object) -> list[ShapedArray]:
 def _run_here(
     *leaves: jax.Array, required: bool, refuses: Refuses, mosaic: Leaves, otherwise: Leaves, **_: object
 ) -> list[jax.Array]:
-    """On concrete arrays, as under `jax.disable_jit`."""
+    """Runs a call on concrete arrays, as under `jax.disable_jit`."""
     target = _target()
     reason = next((reason for reason in map(why_not, leaves) if reason is not None), None) or refuses(target)
     return _For(target, _chosen(required, mosaic, otherwise, reason))(*leaves)

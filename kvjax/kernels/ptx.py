@@ -102,7 +102,7 @@ def elementwise(
 
 
 def reduce_rows(code: str, x: jax.Array) -> jax.Array:
-    """Reduces the last dimension of `x`, of 32-bit elements, by PTX that combines `$1` and `$2` to `$0`."""
+    """Reduces the last dimension of `x`, of 32-bit elements, by PTX that combines `$1` and `$2` into `$0`."""
     result: jax.Array = _ptx_reduce.bind(x, code=code)
     return result
 

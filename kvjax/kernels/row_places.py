@@ -1,7 +1,7 @@
 """The kernel that finds the token of each row of a gather of ranges of sequences, one range after the other.
 
-A thread takes a row. It searches the row's sequence among the ends of the ranges, unless it is given, and stores the
-page of the row's token and the token's index there, which the gather reads.
+A thread takes a row. Unless the row's sequence is given, the thread searches for it among the ends of the ranges. It
+stores the page of the row's token and the token's index in that page, for the gather to read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _RESULTS = "page", "token"
 def any_places(*, num_layers: int | None = None) -> AnyCount:
     """The kernel for any numbers of rows, sequences and blocks.
 
-    The arguments are int32: the block table; the first row of each sequence (`starts`), and the row after its last,
-    which is in `ends` from `first_end` on, so that both may be the cumulative lengths of the ranges; the sequences of
-    the first `num_known` rows, clipped to those that exist; the first token of each of the first `num_firsts`
+    The arguments are int32: the block table; `starts`, the first row of each sequence; `ends`, which from `first_end`
+    on has the row after each sequence's last, so that both may be the cumulative lengths of the ranges; the sequences
+    of the first `num_known` rows, clipped to those that exist; the first token of each of the first `num_firsts`
     sequences, at least 0, while the others begin with token 0; with `num_layers` the layer to read, as in `gather`; and
     the results, the page of each row's token, -1 for a row that has none, and the token's index there. `table_stride`
-    counts the entries from a sequence's first to that of the next.
+    is the number of entries from one sequence's first to the next sequence's first.
     """
     layers = () if num_layers is None else ("layer",)
     names = "block_table", "starts", "ends", "sequences", "firsts", *layers, *_RESULTS
@@ -71,7 +71,7 @@ def _find(table: Table, counts: Mapping[str, Number], arrays: Mapping[str, Ref])
         return _load(arrays["ends"], seq + counts["first_end"], condition)
 
     def halve(left: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        size, seq = left  # it is `seq` or one of the `size` after it
+        size, seq = left  # the sequence is `seq` or one of the `size` after it
         half = (size + 1) >> 1
         is_after = end_of(seq + half - 1, is_row) <= row
         return size >> 1, jnp.where(is_after, seq + half, seq)

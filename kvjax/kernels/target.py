@@ -30,7 +30,7 @@ class Target:
 
     @classmethod
     def of(cls, device: object) -> Target:
-        """The target of a `jax.Device` or `jax.sharding.AbstractDevice`; what it lacks has its default."""
+        """The target of a `jax.Device` or `jax.sharding.AbstractDevice`; missing attributes get defaults."""
         multiprocessors = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
         text = getattr(device, "compute_capability", None)
         capability = _capability(text) if text else cls.compute_capability

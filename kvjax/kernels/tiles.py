@@ -1,9 +1,9 @@
-"""Keys and values in memory as `wgmma` reads them from shared memory: a tile is one run of bytes there and here.
+"""Keys and values in memory, laid out as `wgmma` reads them in shared memory: a tile is one run of bytes in both.
 
 Rows of tokens are `[num_rows, columns]`: those of one head of one prompt follow each other, from a multiple of `GROUP`
 on; transposed, those of the dims of a tile. Eight rows are divided into runs of `swizzle` bytes, each an eight by eight
 matrix of `CHUNK` bytes (or fewer columns) whose columns are permuted differently in each row, so that a column lies in
-other banks for each row. Copies of tiles thus need no descriptor, and nothing that is known when a kernel is compiled.
+different banks in each row. Copies of tiles thus need no descriptor, nor anything known when a kernel is compiled.
 
 In interpret mode, where shared memory has no layout, rows are just rows.
 """
@@ -47,7 +47,7 @@ CHUNK = 16
 """Bytes that are permuted together."""
 
 ITEMSIZE = 2
-"""Bytes of an element, but for products in fp8."""
+"""Bytes of an element, except for products in fp8."""
 
 
 def swizzle_of(columns: int, itemsize: int = ITEMSIZE) -> int:
@@ -69,7 +69,7 @@ def shared(count: int, rows: int, columns: int, dtype: DTypeLike) -> ScratchType
 
 
 def offset(row: Value, column: Value, columns: int, itemsize: int = ITEMSIZE) -> Value:
-    """The byte in its group of rows where an element is, given the row in the group; of integers of any kind."""
+    """The byte offset of an element in its group of rows, given its row there; takes integers of any kind."""
     swizzle = swizzle_of(columns, itemsize)
     width = swizzle // itemsize
     in_run = row * swizzle + (column & width - 1) * itemsize
@@ -150,7 +150,7 @@ class Places:
 
     @property
     def at(self) -> Places:
-        """For slices, as of references."""
+        """Takes slices, as references do."""
         return self
 
     def __getitem__(self, index: Scalar) -> Places:

@@ -77,7 +77,7 @@ def prevent_tail_merging(name: str) -> None:
 
 
 def _forbid_moving() -> None:
-    """No instruction, but one that the compiler assumes to read and write memory."""
+    """Emits no instruction, but the compiler assumes that it reads and writes memory."""
     _statement("", "~{memory}")
 
 
@@ -102,7 +102,7 @@ def store_rows(ref: Ref, value: jax.Array, first: jax.Array, start: jax.Array, s
     def run(_: Context, ref: Lowered, value: Lowered, *numbers: Lowered) -> None:
         first, start, stop = (ptx.scalar(number.registers.item()) for number in numbers)
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        # Of a thread, where its first register belongs, and how much later the others do: `foreach` would compute
+        # For each thread, where its first register belongs, and how far after it the others do: `foreach` would compute
         # an address for each element, from numbers that stay in registers.
         origin = next(iter(value.layout.thread_idxs(value.shape)))
         strides = value.layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(value.shape)))
@@ -146,9 +146,9 @@ def load_each(ref: Ref, indices: jax.Array, layout: Layout) -> jax.Array:
 
 
 def fetch_add(count: Ref, before: Ref) -> None:
-    """Adds 1 to `count`, in global memory, atomically, and stores what it was to `before`, in shared memory.
+    """Atomically adds 1 to `count`, in global memory, and stores its previous value to `before`, in shared memory.
 
-    Both are references to an int32. One thread of the warpgroup does so: the others read it after a barrier.
+    Both are references to an int32. One thread of the warpgroup does this; the others read `before` after a barrier.
     """
     if interpreting():  # programs of a grid run one after another
         before[...] = count[...]
@@ -381,10 +381,10 @@ def per_scalar(run: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def in_order_of_products(x: jax.Array) -> jax.Array:
-    """The last dimension, a multiple of 16, in the order in which `e4m3_operand` has the columns of an accumulator.
+    """Reorders the last dimension, a multiple of 16, as `e4m3_operand` orders the columns of an accumulator.
 
-    Of 16 columns a thread has two pairs, 8 apart, and of an operand of 8 bits four neighbours. What it is multiplied by
-    has its rows in this order, so that no thread needs what another has: a sum does not depend on the order.
+    Of 16 columns of an accumulator a thread has two pairs, 8 apart; of an operand of 8 bits it has four neighbours. The
+    other operand has its rows in this order, so no thread needs what another has: a sum does not depend on the order.
     """
     return x.reshape(*x.shape[:-1], -1, 2, 4, 2).swapaxes(-3, -2).reshape(x.shape)
 
@@ -392,7 +392,7 @@ def in_order_of_products(x: jax.Array) -> jax.Array:
 def e4m3_operand(x: jax.Array) -> jax.Array:
     """An accumulator, float32 `[64, size]`, rounded to e4m3, as the left operand of `product`.
 
-    Its columns are `in_order_of_products`. Numbers past 448 become 448.
+    Its columns are in the order of `in_order_of_products`. Numbers past 448 become 448.
     """
     dtype = np.dtype(jnp.float8_e4m3fn)
     if interpreting():

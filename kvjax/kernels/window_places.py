@@ -47,7 +47,8 @@ def any_window_places(*, with_room: bool) -> AnyCount:
     - `q_lens`: new tokens, at most as many as there are.
     - `table` `[num_seqs, columns]`: the blocks of the ring for `near_lens`, -1 without a row.
 
-    `with_room`, `table` is of memory that begins with `num_old` blocks of each sequence's row, and two more are stored:
+    With `with_room`, `table` refers to memory that begins with `num_old` blocks of each sequence's row, and two more
+    results are stored:
 
     - `old` `[num_seqs, num_old]`: the blocks of the ring that are copied there, any for a sequence without a row.
     - `slots` `[num_tokens]`: where new tokens go, -1 for those that no query sees there.
@@ -73,7 +74,7 @@ def any_window_places(*, with_room: bool) -> AnyCount:
 
 
 class _WindowSequence(NamedTuple):
-    """A sequence's numbers, or of each thread those of one.
+    """The numbers of one sequence, or of one for each thread.
 
     Attributes:
       length: its tokens.
@@ -178,7 +179,7 @@ class _Places:
     def store_slots(
         self, own: jax.Array, sequence: _WindowSequence, block_of: Callable[[jax.Array], jax.Array]
     ) -> None:
-        """Stores the slots of a sequence's rows; the first one's also those before, the last one's those behind."""
+        """Stores the slots of a sequence's rows; the first sequence also stores those before, the last those after."""
         num_tokens = self.counts["num_tokens"]
         start, end = (jnp.clip(bound, 0, num_tokens) for bound in (sequence.start, sequence.end))
         first = jnp.where(own == 0, 0, start)

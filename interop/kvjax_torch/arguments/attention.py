@@ -54,7 +54,7 @@ def attention_plan(
 
 
 def check_tree_mask(mask: torch.Tensor, query: torch.Tensor, num_seqs: int, size: tuple[str, int | None]) -> None:
-    """Raises unless a mask is for so many query tokens of each sequence; any number if it is None.
+    """Raises unless a mask is for this number of query tokens of each sequence; None allows any number.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: another dtype, shape or device.
@@ -106,7 +106,7 @@ def _plan_of_query(gathered: GatherPlan, query: torch.Tensor, q_len: int, softma
 
 
 def checked_softmax(softmax: SoftmaxOptions) -> SoftmaxOptions:
-    """The same with numbers in the types of torch's dispatcher; no window in place of one that no sequence exceeds.
+    """The same with numbers in the types of torch's dispatcher, and no window if no sequence exceeds it.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: a number of another type, not finite in float32, or not positive.

@@ -82,7 +82,7 @@ def resolve_latent_dtype(
     dtype = parse_dtype_of("kv_cache_dtype", kv_cache_dtype, (KVCacheDType.AUTO, *MLA_KV_CACHE_DTYPES))
     names = ", ".join(row.value for row in MLA_KV_CACHE_DTYPES)
     if dtype is KVCacheDType.AUTO:
-        # Rows in bytes have a storage dtype of uint8, that of several dtypes.
+        # Rows in bytes have a storage dtype of uint8, which several dtypes share.
         held = [row for row in MLA_KV_CACHE_DTYPES if kv_cache in _latent_storage(row) and kv_cache is not torch.uint8]
         if len(held) != 1:
             raise KVCacheValueError(

@@ -1,7 +1,7 @@
 """Checks the arguments of operations on latents (MLA), and turns them into plans and tensors of keys and values.
 
-A row of the cache is a latent and a rope key. Plans have the latents as keys and the rope keys as values, of one head:
-two views of the same rows, so that what writes and reads keys and values serves them.
+A row of the cache is a latent and a rope key. Plans take the latents as keys and the rope keys as values, of one head.
+These are two views of the same rows, so the code that writes and reads keys and values serves them.
 """
 
 from __future__ import annotations
@@ -347,15 +347,15 @@ def _halves(kv_cache: torch.Tensor, cache: CachePlan) -> tuple[torch.Tensor, tor
 def _sizes_of(dtype: KVCacheDType, row_bytes: int, width: int) -> tuple[int, int]:
     """The elements of a latent and of a rope key, `width` together, whose row is `row_bytes`.
 
-    Where both are stored alike, every division has the same bytes, and that is taken which models have: a latent of a
-    power of two, the largest one that leaves a rope key.
+    Where both are stored alike, every division has the same bytes. The one that models have is taken: the latent's size
+    is the largest power of two that leaves a rope key.
 
     Raises:
       KVCacheValueError: no sizes have such rows.
     """
     likely = 1 << max(width - 1, 1).bit_length() - 1
     for rank in (likely, *range(1, width + 1)) if width else ():
-        with contextlib.suppress(KVCacheValueError):  # of a latent that blocks with scales do not divide
+        with contextlib.suppress(KVCacheValueError):  # the latent is not a whole number of blocks with scales
             if MLAAttentionSpec(1, rank, width - rank, dtype=dtype).bytes_per_token == row_bytes:
                 return rank, width - rank
     raise KVCacheValueError(

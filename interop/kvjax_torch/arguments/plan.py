@@ -45,10 +45,10 @@ class WindowStep(NamedTuple):
 
     Attributes:
       seq_lens: int32 or int64 `[num_seqs]`, tokens of each sequence, the new ones included.
-      cu_q_lens: likewise `[num_seqs + 1]`, where its new tokens begin and end.
-      window_rows: likewise `[num_seqs]`, its row; it has none if that is not one of the window's.
+      cu_q_lens: likewise `[num_seqs + 1]`, the bounds of each sequence's new tokens.
+      window_rows: likewise `[num_seqs]`, each sequence's row; it has none if the window has no such row.
       num_rows: rows of the window.
-      size: its tokens that a query sees.
+      size: tokens of the window that a query sees.
       blocks_per_row: blocks of a row.
       columns: the most blocks that the queries of a sequence see.
       decode_q_len: most rows of a sequence that decodes.
@@ -95,8 +95,8 @@ class RingTensors(NamedTuple):
       key_cache: `[num_rows * blocks_per_row, block_size, num_kv_heads, head_size]` in the model dtype.
       value_cache: likewise.
       seq_lens: int32 or int64 `[num_seqs]`, tokens of each sequence, the new ones included.
-      cu_q_lens: likewise `[num_seqs + 1]`, where its new tokens begin and end.
-      window_rows: likewise `[num_seqs]`, its row; it has none if that is not one of the ring's.
+      cu_q_lens: likewise `[num_seqs + 1]`, the bounds of each sequence's new tokens.
+      window_rows: likewise `[num_seqs]`, each sequence's row; it has none if the ring has no such row.
       blocks_per_row: blocks of a row.
       kept: most new tokens of a sequence to write, at most those of a row.
     """
@@ -394,7 +394,7 @@ class RaggedPlan:
       attention: the plan of sequences that decode; its `q_len` is the most query tokens of such a sequence.
       max_q_len: the most query tokens of a sequence.
       max_prompts: the most sequences with more than `attention.q_len` query tokens.
-      query_quantization: whether these are attended to by products in fp8.
+      query_quantization: whether prompts are attended to by products in fp8.
       returns_lse: whether the log-sum-exp is wanted; else that of prompts may be anything.
     """
 

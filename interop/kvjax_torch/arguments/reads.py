@@ -30,8 +30,8 @@ def gather_plan(
 ) -> GatherPlan:
     """The plan of a `gather_kv` call.
 
-    If only the `last_tokens` of each sequence are read, checked mode checks only their blocks. The number may be a
-    tensor on the host with one for each sequence.
+    If only the `last_tokens` of each sequence are read, checked mode checks only their blocks. `last_tokens` may be a
+    tensor on the host, with a number for each sequence.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.

@@ -57,7 +57,7 @@ def write_plan(tensors: WriteTensors, encoding: Encoding) -> WritePlan:
 
 
 def ring_plan(key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> WritePlan:
-    """The plan of a write to a ring's pages, of slots that the kernel derives.
+    """The plan of a write to a ring's pages, at slots that the kernel derives.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid argument; the message names it and what was expected.

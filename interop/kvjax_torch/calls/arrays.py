@@ -18,20 +18,20 @@ ROW_ALIGNMENTS = (64, 16, 8, 4, 2)
 """Alignments of rows, in bytes, that kernels are compiled for."""
 
 COPIED_BELOW = 16
-"""Rows of a lower alignment than packed rows would have, up to this one, are packed before they are written, so that
-threads read as many bytes at once."""
+"""Rows with a lower alignment than packed rows would have, up to this one, are packed before they are written, so that
+threads read this many bytes at once."""
 
 PAGE_ALIGNMENT = 16
 """Bytes that a thread moves at once, the highest alignment of pages that makes a difference."""
 
 
 type ScaleAlignments = tuple[int | None, int | None]
-"""Of keys and of values the alignment of the pages of their scales of each token and head; None where they have none.
+"""For keys and for values, the alignment of the pages of the scales of each token and head; None if there are none.
 """
 
 
 class PagePlaces(NamedTuple):
-    """Where pages are, as far as kernels that read them are compiled for it.
+    """The properties of pages' addresses that kernels which read them are compiled for.
 
     Attributes:
       alignments: of the pages of keys and of those of values.
@@ -68,7 +68,7 @@ def runs(x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, int]:
 
 
 def row_alignment(places: int) -> int:
-    """The alignment of rows at these places, bytes or-ed together, that kernels are compiled for."""
+    """The alignment that kernels are compiled for; `places` are the rows' addresses, in bytes, or-ed together."""
     return next(alignment for alignment in ROW_ALIGNMENTS if not places % alignment)
 
 
@@ -104,8 +104,8 @@ def page_alignments(tensors: ReadTensors | RowTensors) -> tuple[int, int]:
 
 
 def page_memory(cache: CachePlan, alignments: tuple[int, int]) -> tuple[kernels.PageMemory, ...]:
-    """The pages of keys and of values, or of the parts of latents; of rows with a scale for each token and head without
-    these.
+    """The pages of keys and of values, or of the parts of latents; for rows with a scale for each token and head,
+    without the scales.
     """
     every = tuple(
         _memory(cache.spec, name, _part(rows, 0) if of_rows else rows, alignment)

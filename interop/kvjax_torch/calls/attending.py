@@ -225,7 +225,7 @@ def joint_calls(
 ) -> tuple[Call, Call]:
     """The two kernel calls, in order, of a call of one part over pages and a ring; as `attention_calls`.
 
-    `q_lens` are of each sequence its query tokens, integers `[num_seqs]`: the last of the query's.
+    `q_lens`, integers `[num_seqs]`, are the numbers of each sequence's query tokens: the last of the query's.
     """
     pages, ring = tensors
     num_seqs, spec = pages.block_table.shape[0], plans[0].cache.spec

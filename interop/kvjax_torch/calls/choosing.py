@@ -33,7 +33,7 @@ def target_of(device: torch.device) -> kernels.Target:
 
 
 def table(block_table: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
-    """The block table of a cache as kernels read it, and the entries from a sequence's first to that of the next."""
+    """The block table of a cache as kernels read it, and the entries from one sequence's first to the next's."""
     num_seqs, width = block_table.shape
     own = int32(block_table, -1, min(num_blocks, INT32_MAX))
     stride = own.stride(0) if num_seqs > 1 else width
@@ -43,7 +43,7 @@ def table(block_table: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int
 
 
 def int32(indices: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """Indices in int32, neighbours side by side; those of 64 bits are clipped."""
+    """Indices in int32, contiguous along the last dimension; those of 64 bits are clipped."""
     if indices.dtype is not torch.int32:
         indices = indices.clamp(least, most).to(torch.int32)
     return indices if indices.stride(-1) == 1 else indices.contiguous()

@@ -71,7 +71,7 @@ def places_call(plan: GatherPlan, tensors: RangeTensors) -> Call:
     (num_seqs, max_blocks), num_rows = block_table.shape, dst.shape[0]
     table, stride = choosing.table(block_table, tensors.num_blocks)
     bounds, first_end = choosing.int32(cu_seq_lens, 0, choosing.INT32_MAX), 1
-    # What is not given is none of the rows' sequences, or of the sequences' first tokens; these arguments are not read.
+    # Where `token_to_seq` or `seq_starts` is None, its count is 0, and what is passed in its place is not read.
     given = [bounds if x is None else choosing.int32(x, -1, choosing.INT32_MAX) for x in (token_to_seq, seq_starts)]
     num_given = [0 if x is None else size for x, size in ((token_to_seq, num_rows), (seq_starts, num_seqs))]
     last_block = min(tensors.num_blocks, choosing.INT32_MAX) - 1

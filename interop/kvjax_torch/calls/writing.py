@@ -29,7 +29,7 @@ def write_call(plan: WritePlan, tensors: WriteTensors, unique_slots: bool) -> Ca
 
 
 def ring_call(plan: WritePlan, key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> Call:
-    """The update of a ring, of whose pages `plan` is, with the tokens of a step, one at least."""
+    """The update of a ring with the tokens of a step, at least one; `plan` is that of the ring's pages."""
     inputs = _RingInputs.of(plan, key, value, ring)
     kernel = _ring_kernel(inputs.kind, choosing.target_of(key.device))
     return Call(kernel, (key.shape[0], *inputs.counts), inputs.tensors, inputs.counts[0])
@@ -38,7 +38,7 @@ def ring_call(plan: WritePlan, key: torch.Tensor, value: torch.Tensor, ring: Rin
 def write_call_with_ring(
     plans: tuple[WritePlan, WritePlan], tensors: WriteTensors, unique_slots: bool, ring: RingTensors
 ) -> Call:
-    """The write of a step's tokens, one at least, to pages and to a ring, which `plans` describe."""
+    """The write of a step's tokens, at least one, to pages and to a ring, which `plans` describe."""
     inputs = _RingInputs.of(plans[1], tensors.key, tensors.value, ring)
     return _write_call(plans[0], tensors, unique_slots, inputs)
 

@@ -1,4 +1,4 @@
-"""`ragged_attention` of CUDA tensors: two kernels make tiles of keys and values and attend, where they serve it."""
+"""`ragged_attention` of CUDA tensors: where kernels serve it, one makes tiles of keys and values, and one attends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attend(
 
 
 def compile_kernels(calls: Sequence[tuple[DensePlan, DenseTensors]]) -> None:
-    """Compiles the kernels of calls of any lengths, several at once; of calls that torch serves there are none."""
+    """Compiles the kernels of calls of any lengths, several at once; calls that torch serves have none."""
     every = list[kernels.AnyCount]()
     for plan, (query, key, value, *_) in calls:
         if _why_no_kernel(plan, query.device) is None:
@@ -130,8 +130,8 @@ def _head_rows(num_tokens: int) -> int:
 def _run(x: torch.Tensor) -> torch.Tensor:
     """Keys or values as kernels read them, `[num_tokens, num_heads, size]`, 16 bytes at once.
 
-    That is a copy if they are elsewhere or further apart than int32 indexes, or if there are fewer than a program
-    takes, of which others are zeros.
+    This is a copy if their strides or alignment do not allow that, if they are further apart than int32 indexes, or if
+    there are fewer than a program takes: then zeros follow.
     """
     num_tokens, num_heads, size = x.shape
     token_stride, head_stride, stride = x.stride()

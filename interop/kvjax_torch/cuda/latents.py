@@ -108,8 +108,9 @@ def attend_ragged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla_ragged_paged_attention` of CUDA tensors that `plan` describes, into `out` if it is given.
 
-    Every sequence is padded to as many query tokens, its own last, so that the host need not know their numbers: to a
-    power of two, so that few kernels are compiled where `max_q_len` varies. So all decode, and none is a prompt.
+    Every sequence is padded to the same number of query tokens, its own last, so that the host need not know their
+    numbers. This number is a power of two, so that few kernels are compiled where `max_q_len` varies. All sequences
+    thus decode, and none is a prompt.
     """
     attention = dataclasses.replace(plan.attention, q_len=1 << (plan.max_q_len - 1).bit_length())
     return ragged.attend(RaggedPlan(attention, plan.max_q_len, 0), query, tensors, cu_q_lens, sinks, out)

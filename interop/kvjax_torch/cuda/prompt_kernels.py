@@ -1,8 +1,8 @@
 """Attention of prompts on Hopper: kvjax's own kernels, launched on torch's stream.
 
-Two kernels run for each lot of prompts: one makes their pages tiles in 16 bits, or in fp8, and one attends, as in JAX,
-and stores results in place. For products in fp8 of NVFP4 a third one runs first, which finds what to divide by; with
-near tokens, those of an exact window's ring, another gather runs too.
+Two kernels run for each lot of prompts: one converts their pages to tiles in 16 bits, or in fp8, and one attends, as in
+JAX, and stores results in place. For products in fp8 of NVFP4, a third one runs first to find the divisors. With near
+tokens, those of an exact window's ring, another gather runs too.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class PromptCall(NamedTuple):
 def attend(call: PromptCall, schedule: Schedule, near: tuple[NearStep, Schedule] | None) -> None:
     """Serves the prompts of a step, and stores their results in place.
 
-    In several splits, their rows must before hold the results of rows that see nothing. `schedule` is the division of
-    the step, `near` the call over near tokens and its division.
+    With several splits, their rows must already hold the results of rows that see nothing. `schedule` is the division
+    of the step, `near` the call over near tokens and its division.
     """
     plan, step, lots, own, dtype = call
     attention, tensors, out, lse = plan.attention, step.tensors, step.out, step.lse

@@ -24,7 +24,7 @@ LOGITS_BYTES = 256 << 20
 
 
 class Lot(NamedTuple):
-    """Prompts that are attended to at once; those that are none have no rows and no tokens.
+    """Prompts that are attended to at once; entries that are not prompts have no rows and no tokens.
 
     Attributes:
       table: `[num_seqs, max_blocks]`, any numbers: entries that are not blocks of the cache hold no tokens.

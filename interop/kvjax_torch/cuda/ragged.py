@@ -138,7 +138,7 @@ class RaggedCall:
         return prompt_kernels.NearStep(self.of_prompts, self.step)
 
     def with_kernels(self, near: RaggedCall | None = None) -> RaggedCall:
-        """The call, whose kernels it compiles, and those that divide `near`; both calls have the same results."""
+        """Compiles the call's kernels, and those that divide `near`, which has the same results; returns the call."""
         lots = own = None
         others = () if near is None else near.step_kernels
         if self.by_kernels:
@@ -184,7 +184,7 @@ def see_nothing(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 def _of_prompts(plan: AttentionPlan, tensors: ReadTensors, by_kernels: bool) -> AttentionPlan:
     """The plan of prompts: without a tree, and without a window that holds all tokens of a table.
 
-    Kernels are compiled once for tables of all widths, so theirs is one that sums of int32 do not exceed.
+    Kernels are compiled once for tables of all widths, so their window is one that sums of int32 do not exceed.
     """
     reach = choosing.INT32_MAX // 2 if by_kernels else tensors.block_table.shape[1] * plan.cache.spec.block_size
     return dataclasses.replace(plan, window=restricting(plan.window, reach), tree=None)

@@ -22,8 +22,8 @@ class PackedRows(NamedTuple):
     """The rows of sequences that decode.
 
     Attributes:
-      rows: `[num_seqs, decode_q_len, num_heads, head_size]`, the last ones of each sequence; zeros for those that a
-        sequence does not have, or that do not decode: rows of others would affect the rounding of its own.
+      rows: `[num_seqs, decode_q_len, num_heads, head_size]`, the last ones of each sequence. Those that a sequence does
+        not have, or that do not decode, are zeros: rows of others would affect the rounding of its own.
       places: int32 `[num_seqs * decode_q_len]`, the row of the query that each is, or -1.
       lens: int32 `[num_seqs]`, the tokens of each, 0 for a sequence that does not decode; with a window and several
         rows, `[num_seqs * decode_q_len]`, of each row.
@@ -71,7 +71,7 @@ class RaggedStep:
     lse: torch.Tensor
 
     def table(self) -> tuple[torch.Tensor, int]:
-        """The block table as kernels read it, and the entries from a sequence's first to that of the next."""
+        """The block table as kernels read it, and the entries from one sequence's first to the next's."""
         return choosing.table(self.tensors.block_table, self.num_blocks)
 
     @property
@@ -150,8 +150,8 @@ def kernels_of(plan: AttentionPlan, window: int | None, *, is_aligned: bool = Tr
 def schedule(plan: RaggedPlan, step: RaggedStep, kernel: kernels.AnyCount, num_zeros: int) -> Schedule:
     """Divides a step, and stores the results of rows that see nothing: of no sequence, or of one that is not served.
 
-    Sequences of at most `plan.attention.q_len` rows decode. Of others the first `plan.max_prompts` are prompts. Those
-    of more than `plan.max_q_len` rows are neither.
+    Sequences of at most `plan.attention.q_len` rows decode. Of the others, the first `plan.max_prompts` are prompts.
+    Sequences of more than `plan.max_q_len` rows are neither.
 
     Args:
       plan: of the call.

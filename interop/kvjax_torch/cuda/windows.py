@@ -67,7 +67,7 @@ def places(step: WindowStep) -> WindowPlaces:
 
 
 class BothCaches(NamedTuple):
-    """A step that attends over pages and a ring, of other tokens: results of either are those of two calls, merged.
+    """A step that attends over pages and over a ring of other tokens; its results are those of two calls, merged.
 
     Attributes:
       plans: of the calls over pages and over the ring; sinks are those of the latter.
@@ -120,9 +120,9 @@ def parts_of(both: BothCaches) -> Parts | None:
 def attend(both: BothCaches, parts: Parts) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Attends with rows that decode by one kernel for both, and with those of prompts by one where it serves both.
 
-    Returns results and log-sum-exps, to be merged: those of all rows or, where prompts are attended to over the ring
-    and over pages, over the ring with those of rows that decode, and over pages, where other rows see nothing. `parts`
-    are those of `parts_of`.
+    Returns results and log-sum-exps, to be merged: one pair if it has the results of all rows. If prompts attend to the
+    two caches separately, there are two pairs: over the ring, with the results of rows that decode; and over pages,
+    where other rows see nothing. `parts` are those of `parts_of`.
     """
     results = ragged.results_of(both.plans[1], both.query)
     near = _call(both, 1, both.sinks, results)

@@ -66,7 +66,7 @@ def write(given: tuple[torch.Tensor, ...], encoding: tuple[str, str], unique_slo
             k_scale.data_ptr(),
             v_scale.data_ptr(),
         )
-        # All that planning depends on except the devices of other tensors than `key_cache`, and counts.
+        # All that planning depends on, except counts and the devices of tensors other than `key_cache`.
         kind = (
             device,
             encoding,

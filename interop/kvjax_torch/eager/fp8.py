@@ -1,6 +1,6 @@
-"""The roundings of products in fp8, as `kvjax.kernels.prompts.fp8` defines them, of float32 tensors.
+"""The rounding of products in fp8, as `kvjax.kernels.prompts.fp8` defines it, for float32 tensors.
 
-So attention on CPU tensors has the errors of the kernel, but for those of its sums.
+So attention on CPU tensors has the errors of the kernel, except those of its sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rounded_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def power_above(logits: torch.Tensor) -> torch.Tensor:
-    """The least logarithms of powers of two that are not below."""
+    """Rounds logits up to natural logarithms of powers of two."""
     return (logits * _LOG2_E).ceil() / _LOG2_E
 
 

@@ -174,7 +174,7 @@ def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, tor
         gathered = gather(dense.as_gather(plan), tensors)
         keys, values = (x.transpose(1, 2).contiguous() for x in gathered)
         return keys, values
-    # In one pass each of copying blocks, and of converting; products take heads in any order.
+    # One pass copies blocks, and one converts; products take heads in any order.
     blocks = (_blocks(cache, tensors).permute(0, 3, 1, 2, 4) for cache in tensors[:2])
     keys, values = (x.to(torch.float32).flatten(2, 3) for x in blocks)
     return keys, values
@@ -258,7 +258,7 @@ def _attend_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence's rows `query[bounds[i]:bounds[i + 1]]`, one sequence after the other.
 
-    So dense keys and values stay in a cache of the processor, and the batch does not decide the order of sums. With
+    Dense keys and values thus stay in the processor's cache, and the order of sums does not depend on the batch. With
     `query_quantization`, sequences of more rows than `plan.q_len` have the errors of products in fp8. `others` are the
     sinks and the tree, whose last rows are those of a sequence of up to `plan.q_len`.
     """
@@ -370,14 +370,14 @@ def _last_tokens(slot_mapping: torch.Tensor, num_slots: int) -> tuple[torch.Tens
 
 
 def _staged(rows: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rows as the caches store them, and not in their memory."""
+    """Rows as the caches store them, in memory other than the caches'."""
     rows = _converted(rows, caches[0].dtype)
     is_shared = any(rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr() for cache in caches)
     return rows.clone() if is_shared else rows
 
 
 def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows in an unquantized dtype, as `kvjax` converts: another dtype has one NaN, the same keeps its bits."""
+    """Rows in an unquantized dtype, as `kvjax` converts: NaN becomes canonical, but the same dtype keeps its bits."""
     return rows if rows.dtype is dtype else with_canonical_nan(rows.to(dtype))
 
 

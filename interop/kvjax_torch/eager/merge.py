@@ -47,7 +47,7 @@ def as_parts(what: str, parts: torch.Tensor | Sequence[torch.Tensor]) -> list[to
         parts = parts.unbind()
     if not isinstance(parts, (list, tuple)):
         raise KVCacheTypeError(f"{what}: got {kind_of(parts)}, expected a tensor or a sequence of tensors")
-    _check_any(what, parts)  # of no tensors torch's dispatcher cannot tell the device
+    _check_any(what, parts)  # torch's dispatcher cannot tell the device of an empty list
     check_tensors(**{f"{what}[{i}]": part for i, part in enumerate(parts)})
     return list(parts)
 

@@ -21,7 +21,7 @@ def attend(
     num_tokens, num_heads, _ = query.shape
     out = query.new_zeros((num_tokens, num_heads, value.shape[2])) if out is None else out.zero_()
     lse = query.new_full((num_tokens, num_heads), -torch.inf, dtype=torch.float32)
-    # torch multiplies 16 bits with sums of float32 on a GPU alone.
+    # Only on a GPU does torch multiply 16 bits with sums of float32.
     dtype = plan.dtype if query.is_cuda else torch.float32
     ends = zip(bounds, (num_tokens, key.shape[0]), strict=True)
     sequences = (itertools.pairwise(each.clamp(0, most).tolist()) for each, most in ends)

@@ -15,9 +15,9 @@ class TreeRows(NamedTuple):
 
     Attributes:
       seen: bool `[num_seqs, q_len, num_tokens]`, whether a row sees a token, no later one.
-      depth: int64 `[num_seqs, q_len]`, by how many tokens a row's position follows the one before these tokens; for
-        padding, which precedes a sequence's rows, as for the first of them.
-      of_tokens: int64 `[num_seqs, num_tokens]`, the same of the tokens.
+      depth: int64 `[num_seqs, q_len]`, by how many tokens a row's position follows the one before these tokens.
+        Padding, which precedes a sequence's rows, has the depth of the first of them.
+      of_tokens: int64 `[num_seqs, num_tokens]`, the same for the tokens.
       first: int64 `[num_seqs]`, the depth of a sequence's first row, the least one.
     """
 
@@ -61,7 +61,7 @@ class TreeRows(NamedTuple):
 def as_tree(tree_mask: torch.Tensor, num_tokens: int, q_lens: torch.Tensor) -> TreeRows:
     """The tree of a checked mask, whose first `num_tokens` rows and columns are used.
 
-    Of a sequence with fewer query tokens, `q_lens`, these are the first ones of its mask and the last rows of its tree.
+    A sequence with fewer query tokens (`q_lens`) has them first in its mask, and last in its tree.
     """
     own = tree_mask[..., :num_tokens, :num_tokens].expand(len(q_lens), num_tokens, num_tokens)
     place = torch.arange(num_tokens, device=own.device)

@@ -79,7 +79,7 @@ class _StepSequences(NamedTuple):
         return cls(*lengths(seq_lens, cu_q_lens), bounds[:-1], bounds[1:])
 
     def numbers(self, count: int) -> torch.Tensor:
-        """The first numbers from 0 on."""
+        """The integers from 0 to `count - 1`."""
         return torch.arange(count, device=self.lens.device)
 
     def tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,7 +84,7 @@ class Tape(NamedTuple):
       results: of the call.
       workspace: bytes of all temporary arrays.
       extents: bytes of each argument, from its first element to its last.
-      overlaps: those of the arguments that the recorded call wrote with others, which it allowed.
+      overlaps: between the arguments that the recorded call wrote and others; the call allowed these.
     """
 
     launches: tuple[TapedLaunch, ...]

@@ -3,8 +3,8 @@
 Vision and audio towers, which keep no keys and values, attend with 'sdpa' under this name too.
 
 In a step transformers calls `kvjax_mask`, which makes one mask for all layers, then for each layer `KvjaxCache.update`
-with new keys and values, and `kvjax_attention`. Only the last gets the mask, which says which tokens are padding; so
-`update` returns the new states unchanged, and `kvjax_attention` stores them.
+with new keys and values, and `kvjax_attention`. Only `kvjax_attention` gets the mask, which says which tokens are
+padding; so `update` returns the new states unchanged, and `kvjax_attention` stores them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def kvjax_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stores a layer's new keys and values and attends to its pages, with the interface of transformers' attention.
 
-    Attention that is not causal, to tensors, is a tower's and that of 'sdpa'.
+    Attention that is not causal and gets tensors as keys is a tower's, and runs as 'sdpa'.
 
     Args:
       module: the model's attention.

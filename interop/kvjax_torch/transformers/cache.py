@@ -38,8 +38,9 @@ __all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
 class KvjaxCache(Cache):
     """A cache for `model.generate(..., cache=cache)` that stores keys and values in kvjax's pages.
 
-    Before transformers 5.24 the argument is `past_key_values=`; `**{CACHE_ARGUMENT: cache}` fits every version. There a
-    cache that is deleted before a model has stored a token in it warns (`KVCacheWarning`): it was passed as `cache=`.
+    Before transformers 5.24 the argument is `past_key_values=`; `**{CACHE_ARGUMENT: cache}` fits every version. In
+    older versions, a cache that is deleted before a model has stored a token in it warns (`KVCacheWarning`): it was
+    passed as `cache=`.
 
     Each layer has a pool of `num_blocks` pages, allocated with its first tokens. Sequences allocate blocks as they
     grow, the same ones in every layer with the same window, and free them in `crop` and `reset`. Beams share blocks.
@@ -88,8 +89,8 @@ class KvjaxCache(Cache):
       exact_window: how many of each sequence's last tokens quantized layers also keep in the model dtype, where queries
         read them; all earlier ones are read from the pages. With `attn_implementation="kvjax"` those are each query's
         last tokens, its own included; else the last tokens of what is read back. None for none.
-      max_q_len: of the exact window: most new tokens of a sequence in a step of which some may be cropped while all
-        tokens of the window stay exact; for drafts, one more than there are.
+      max_q_len: for the exact window, the most new tokens of a sequence in a step of which some may be cropped while
+        all tokens of the window stay exact; for drafts, one more than their number.
       key_rotation: indices of the layers that store keys rotated by `kvjax_torch.hadamard_transform`, such as
         `kvjax.DTypeChoice.key_rotation`. Queries are rotated too, or keys that are read back, rotated back. `k_scale`
         is then that of rotated keys.

@@ -156,7 +156,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
 def _calibrate(
     recorder: Recorder, options: Options, key_rotation: Collection[int | str]
 ) -> tuple[CalibratedLayer, ...]:
-    """Calibrates layers with what they store, keys of layers of `key_rotation` as the model will rotate them."""
+    """Calibrates layers with what they store; keys of layers of `key_rotation` are rotated as the model will."""
     indices, specs = recorder.indices, recorder.specs
     amax = torch.zeros(len(specs), 2)
     passes = 2 if options.method is CalibrationMethod.MSE else 1
@@ -193,7 +193,7 @@ def _device(device: str | None) -> torch.device:
 
 
 def _check_name(name: str) -> None:
-    # transformers asks the hub for any name that is no folder.
+    # transformers asks the hub for any name that is not a folder.
     is_path = os.path.lexists(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if is_path and not os.path.isdir(name):
         raise KVCacheValueError(

@@ -136,7 +136,7 @@ class KvjaxLayer(CacheLayerMixin):
         return self._steps.lengths[self._index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvjaxLayer:
-        """A copy with pages of its own for the same model, whose configuration it shares: that says which attention."""
+        """A copy with pages of its own for the same model. It shares the configuration, which says what attends."""
         memo[id(self._config)] = self._config
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

@@ -73,7 +73,7 @@ class RecentTokens:
             }
             fill_exact_window(self.window, rows=rows, **sequences, **stored)
             start = np.where(is_lost, np.maximum(before - self._size, 0), start)
-        # Said before the step writes: if it stops halfway, these tokens may or may not be overwritten.
+        # Recorded before the step writes: if it stops halfway, these tokens may or may not be overwritten.
         self._start = np.where(q_lens > 0, np.maximum(start, lens - self.window.tokens_per_row), start)
         return self.window
 

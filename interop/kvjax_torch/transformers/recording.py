@@ -44,7 +44,7 @@ class RecordingCache(DynamicCache):
 def recorded_queries() -> Iterator[dict[int, torch.Tensor]]:
     """Within it, the query of each layer's last attention, `[num_seqs, num_heads, num_tokens, head_size]`.
 
-    Multiplied so that softmax's scale is `head_size ** -0.5`, whatever the model's is.
+    Queries are multiplied so that softmax's scale is `head_size ** -0.5`, whatever the model's is.
     """
     queries: dict[int, torch.Tensor] = {}
     get_interface = ALL_ATTENTION_FUNCTIONS.get_interface
@@ -184,7 +184,7 @@ def _check_finite(number: int, indices: Sequence[int], specs: Sequence[Attention
 
 
 def lender(device: torch.device) -> Callable[[torch.Tensor], jax.Array | np.ndarray]:
-    """Returns what makes arrays of tensors: without a copy where JAX has the device, else on the host."""
+    """Returns a function from tensors to arrays: without a copy where JAX has the device, else on the host."""
 
     def on_host(x: torch.Tensor) -> np.ndarray:
         array: np.ndarray = x.float().numpy(force=True)

@@ -1,7 +1,7 @@
 """Steps of a model over a paged cache: every layer takes part in one before the next begins.
 
-A step may stop halfway: out of memory, an interrupt. Its plan ends with it, so that no later step takes it for its own,
-and layers that it left at different lengths refuse to go on.
+A step may stop halfway, out of memory or by an interrupt. Its plan ends with it, so that no later step takes that plan
+for its own. Layers that it left at different lengths refuse to go on.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Steps:
     ) -> AppendStep:
         """The step in which a layer appends `num_new` tokens to each sequence; `leave` says that it did.
 
-        It is the step under way, if the layer has not joined that one yet and appends the same tokens; else the next
-        one begins, for which all tables allocate blocks.
+        This is the step under way, if the layer has not joined it yet and appends the same tokens. Otherwise the next
+        step begins, for which all tables allocate blocks.
 
         Args:
           layer: the layer's index.
@@ -113,7 +113,7 @@ class Steps:
         if not len(rows):
             return
         rows = rows[sequences]
-        # Copies may not fit into memory: before anything has changed.
+        # Before anything changes, because the copies may not fit into memory.
         selected = [(recent, recent.selected(rows)) for recent in self.recent if recent is not None]
         for table in dict.fromkeys(self.tables):
             table.select(rows)
@@ -143,7 +143,7 @@ class Steps:
         self._make_copies()
 
     def _make_copies(self) -> None:
-        """Copies, in all layers, the blocks that `BlockTable.grow` has said; what stops halfway is done again."""
+        """Copies, in all layers, the blocks that `BlockTable.grow` has named; those cut short are repeated."""
         for table in dict.fromkeys(self.tables):
             if not len(table.copies):
                 continue
@@ -165,7 +165,7 @@ class Steps:
 
 
 def _is_same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    """Whether two masks are one, in memory, or both None."""
+    """Whether two masks are the same memory, or both None."""
     if one is None or other is None:
         return one is other
     return one.__array_interface__ == other.__array_interface__

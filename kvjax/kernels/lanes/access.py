@@ -234,7 +234,7 @@ def _load_words(address: Value, condition: Lowered, size: int, immediate: int = 
 
 
 def prefetch_global_bytes(ref: Ref, where: Bytes, size: int) -> None:
-    """Starts to bring bytes to the L2 cache; `size` and addresses are multiples of 16."""
+    """Prefetches bytes to the L2 cache; `size` and addresses are multiples of 16."""
     if compat.interpreting():
         return
 
@@ -255,7 +255,7 @@ def _page_address(ref: Lowered, page: Lowered, page_bytes: int, offset: Lowered)
 
 
 def prefetch_global(ref: Ref, index: jax.Array, condition: jax.Array) -> None:
-    """Brings element `index` of a one-dimensional reference in global memory to L2 where `condition` holds."""
+    """Prefetches element `index` of a one-dimensional reference in global memory to L2 where `condition` holds."""
     if compat.interpreting():
         return
 

@@ -17,7 +17,7 @@ from kvjax.kernels.registers import LANES, WARPS
 
 
 def over_block(shared: Ref, of_warp: jax.Array, operation: Callable[..., jax.Array]) -> jax.Array:
-    """Returns a scalar of the four numbers that the warps of a block hold, by way of `shared`, as many words."""
+    """Reduces the numbers that the four warps of a block hold to a scalar, by way of four words of `shared`."""
     thread = thread_index()
     warp = thread >> LANES.bit_length() - 1
     wait_for_block()  # until earlier numbers have been loaded

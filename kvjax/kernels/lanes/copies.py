@@ -53,7 +53,7 @@ FIRST_BARRIER = 8
 
 
 def wait_for_warps(group: jax.Array, warps: int) -> None:
-    """A barrier of `warps` warps of a block, those of `group`, 0 to 7; a register, equal in all threads of a warp."""
+    """A barrier of the `warps` warps of a block that pass this `group`, 0 to 7: a register, equal throughout a warp."""
     _at_barrier_of_warps("bar.sync", group, warps)
 
 
@@ -80,13 +80,13 @@ def show_to_tensor_cores() -> None:
 
 
 def end_group_of_copies() -> None:
-    """Makes each thread's `copy_or_clear` since the last call a group, which may be empty."""
+    """Groups each thread's `copy_or_clear` copies since the last call of this; the group may be empty."""
     if not compat.interpreting():
         _statement("cp.async.commit_group;")
 
 
 def wait_for_own_copies(later: int) -> None:
-    """Waits for each thread's own groups of copies but for the `later` last ones."""
+    """Waits for each thread's own groups of copies, except for the last `later` ones."""
     if not compat.interpreting():
         _statement(f"cp.async.wait_group {later};")
 
@@ -183,7 +183,7 @@ class Chunks(NamedTuple):
 
 
 def copy_or_clear(destination: Ref, transforms: Transforms, source: Ref, chunks: Chunks) -> None:
-    """Starts each thread's copies to shared memory of a layout; not in interpret mode, where it has none."""
+    """Starts each thread's copies to shared memory that has a layout; not in interpret mode, where it has none."""
 
     def run(_: Context, destination: Lowered, source: Lowered, *arrays: Lowered) -> None:
         to, page, offset, size, *condition = map(to_word, arrays)

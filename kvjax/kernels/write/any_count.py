@@ -55,13 +55,13 @@ class WriteKind:
       pages: memory of their pages, likewise.
       slot_dtype: int32 or int64.
       scale_sizes: elements of k_scale and v_scale, 1 or `num_kv_heads`.
-      unique_slots: whether slots are unique. From `SEARCHED` tokens on they have to be; where `config` is given, this
-        has to say so.
-      scale_pages: of keys and of values that have a scale for each token and head, the memory these are written to, as
-        its only region. It is passed instead of k_scale or v_scale. None for scales beside the data.
+      unique_slots: whether slots are unique. With `SEARCHED` tokens or more they have to be, and where `config` is
+        given, this field has to say so.
+      scale_pages: for keys and for values that have a scale for each token and head, the memory that the scales are
+        written to, as its only region. It is passed instead of k_scale or v_scale. None for scales beside the data.
       rotated: memory of queries and positions, to rotate keys and queries first.
-      num_layers: layers whose pages lie next to each other in a block; None for one. The kernel then reads which to
-        write, so that pages are not sliced and one kernel serves all layers. A layer out of range writes nothing.
+      num_layers: layers whose pages lie next to each other in a block; None for one. The kernel then reads which layer
+        to write, so that pages are not sliced and one kernel serves all layers. A layer out of range writes nothing.
       config: the only configuration, for a known number of tokens; None for any number.
       ring: the ring of an exact window, which the first programs update with the same tokens; not with `rotated`.
     """
@@ -84,8 +84,9 @@ def any_count(kind: WriteKind, target: Target | None = None) -> AnyCount:
     """The write of a kind, for any number of tokens and blocks; `target` is the GPU, where it is known.
 
     Returns:
-      A kernel of slots, keys, values, the keys' and values' pages, the layer if there are several, those of `rotated`,
-      k_scale, v_scale, those of `ring`. With a ring its amount is the numbers of tokens and of sequences.
+      A kernel that takes slots, keys, values, the keys' and values' pages, the layer if there are several, the
+      arguments of `rotated`, k_scale, v_scale, and the arguments of `ring`. With a ring, its amount is the numbers of
+      tokens and of sequences.
 
     Raises:
       UnsupportedError: no kernel encodes the dtype, or shared memory does not hold the rows of a token.

@@ -44,9 +44,9 @@ _ARRAY_ALIGNMENT = 1024
 
 
 def why_no_staging(spec: AttentionSpec, target: Target | None = None, *, rotates: bool = False) -> str | None:
-    """Why no shared memory stages the rows of a token; None where some does, as without rows to stage.
+    """Why shared memory cannot stage the rows of a token; None where it can, or where there are none to stage.
 
-    `target` is None where the GPU is unknown: then it is one with the most shared memory.
+    If `target` is None, the GPU is unknown, and taken to have the most shared memory of any.
     """
     row_bytes = spec.part_sizes[rotated_part(spec)] * 2 if rotates else 0  # rotated keys, 16 bits wide
     row_bytes += sum(sum(row) for codec, row in zip(codecs_of(spec), spec.row_bytes, strict=False) if codec.is_staged)

@@ -56,9 +56,9 @@ class WriteConfig:
     def by_min_tokens(cls, spec: AttentionSpec, rotates: bool = False) -> dict[int, WriteConfig]:
         """Maps the smallest number of tokens for which a configuration is used to that configuration.
 
-        A program takes up to `max_elements` if the launch still has `PROGRAMS` programs. For few tokens, writes
-        that compute scales or rotate split keys and values: one would come after the other, and no other work hides the
-        latency. So does every write of keys and values of which one alone goes through shared memory.
+        A program takes up to `max_elements` if the launch still has `PROGRAMS` programs. For few tokens, writes that
+        compute scales or rotate have separate programs for keys and values: otherwise one would wait for the other, and
+        no other work hides the latency. So does every write in which only keys or only values go through shared memory.
         """
         max_tokens = max_elements(spec) // elements_per_token(spec)
         smallest = cls(1, split_kv=(spec.stores_scales or rotates) and len(codecs_of(spec)) > 1)

@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 
 class WriteCall(NamedTuple):
-    """What is written: tokens of `dtype` into pages of a spec, by programs of a configuration after others."""
+    """What is written: tokens of `dtype` into pages of `spec`, by programs of `config`, from `first_program` on."""
 
     spec: AttentionSpec
     config: WriteConfig
@@ -131,7 +131,7 @@ def branch(
 def _write_token(program: Program, operands: Sequence[WriteOperand], rotation: RotationStep | None) -> None:
     """Writes one token through registers."""
     positions, copies, loaded = _load_rows(program, operands, rotation)
-    # The compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
+    # Otherwise the compiler would sink the loads of rows below the check of the slot; none moves past a barrier.
     warpgroups.barrier()
     # The addresses of scales may be in another line of constant memory, for which the loads of rows need not wait.
     encoders = _row_encoders(program, operands, copies)

@@ -134,9 +134,9 @@ class RotationStep(NamedTuple):
     def rotate_token(self, key: Rows | None, spec: AttentionSpec, token: jax.Array, with_query: bool) -> None:
         """Rotates the key, unless that is None, and the query of a program's only token, if asked for.
 
-        Few tokens take the latency of loads: all but those of cosines and sines, which wait for the position, are
-        issued before the first is waited for. Compilers would move them behind what needs the others; none moves past
-        a barrier.
+        With few tokens, the latency of loads dominates. All loads but those of cosines and sines, which wait for the
+        position, are issued before the first is waited for. Compilers would move them after uses of the others, but
+        move none past a barrier.
         """
         keys = None if key is None else self.rotation.load(key, token, spec.num_kv_heads)
         queries = self.rotation.load(self.query, token, self.num_heads) if with_query else None
@@ -186,7 +186,7 @@ class RotationStep(NamedTuple):
 
 
 def rotated_part(spec: AttentionSpec) -> int:
-    """Which of the rows of a token is rotated: its key, or beside a latent its rope key."""
+    """Which of a token's rows is rotated: its key or, for latents, its rope key."""
     return int(spec.is_mla)
 
 
@@ -194,5 +194,5 @@ def key_staging(spec: AttentionSpec, tokens: int, dtype: DType) -> Any:
     """Shared memory for rotated keys of `dtype`, 16 bits wide, as words and as elements."""
     row = spec.num_kv_heads * spec.part_sizes[rotated_part(spec)]
     views = plgpu.SMEM((tokens, row // 2), jnp.uint32), plgpu.SMEM((tokens, row), dtype)
-    # The interpreter cannot read through another view than was written.
+    # The interpreter cannot read through another view than the one that was written.
     return views if compat.interpreting() else plgpu.RefUnion(*views)

@@ -58,7 +58,7 @@ class Slots(NamedTuple):
     num_layers: int = 1
 
     def of_layer(self, layer: jax.Array, num_layers: int) -> Slots:
-        """The slots of one of several layers; of a layer out of range none is written."""
+        """The slots of one of several layers; for a layer out of range none is written."""
         last = jnp.where((layer >= 0) & (layer < num_layers), jnp.int32(self.last_slot), jnp.int32(-1))
         return self._replace(last_slot=last, layer=layer, num_layers=num_layers)
 

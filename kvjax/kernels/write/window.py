@@ -58,7 +58,7 @@ class RingKind:
       rows: memory of keys and of values.
       pages: memory of the ring's pages.
       blocks_per_row: blocks of each sequence's row.
-      kept: most tokens of a sequence to write, its last ones: no more than a row holds.
+      kept: the most tokens of a sequence that are written, its last ones: no more than a row holds.
       tokens: tokens of a program, at most those of the call; see `tokens_of`.
       num_layers: layers whose pages lie next to each other in a block; None for one.
     """
@@ -107,8 +107,8 @@ class WindowRing(NamedTuple):
       blocks_per_row: blocks of each sequence's row.
       longest: most new tokens of a sequence.
       seq_lens: int32 `[num_seqs]`, tokens of each sequence, the new ones included.
-      cu_q_lens: int32 `[num_seqs + 1]`, where its new tokens begin and end.
-      window_rows: int32 `[num_seqs]`, its row; it has none if that is not one of the ring's.
+      cu_q_lens: int32 `[num_seqs + 1]`, the bounds of each sequence's new tokens.
+      window_rows: int32 `[num_seqs]`, each sequence's row; it has none if the ring has no such row.
     """
 
     kv: jax.Array
@@ -151,7 +151,7 @@ class WindowRing(NamedTuple):
 
 
 def tokens_of(kept: int, num_tokens: int) -> int:
-    """Tokens of a program, of a call of so many: a power of two, so that few kernels serve all calls."""
+    """Tokens of a program in a call of `num_tokens`: a power of two, so that few kernels serve all calls."""
     return 1 << min(MAX_TOKENS, kept, num_tokens).bit_length() - 1
 
 
@@ -161,11 +161,11 @@ LAYER = Argument("layer", jax.ShapeDtypeStruct((1,), jnp.int32))
 
 @with_origin
 def any_ring(kind: RingKind, target: Target | None = None) -> AnyCount:
-    """The update of a ring by itself, for any number of tokens and sequences; the latter say its number of programs.
+    """The update of a ring by itself, for any number of tokens and sequences; its amount is the number of sequences.
 
     Returns:
-      A kernel of keys, values, the ring's keys and values, `seq_lens`, `cu_q_lens`, `window_rows`, and the layer if
-      there are several.
+      A kernel that takes keys, values, the ring's keys and values, `seq_lens`, `cu_q_lens`, `window_rows`, and the
+      layer if there are several.
     """
 
     def body(counts: Mapping[str, Number], arrays: Mapping[str, Ref], _: Sequence[Any]) -> None:
