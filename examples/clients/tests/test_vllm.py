@@ -31,6 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, nvfp4_split_data_scale
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheLayout,
@@ -240,6 +241,10 @@ def run(
         if get_kv_quant_mode(dtype) == 0:
             assert torch.equal(gathered[0][seq, :length], rotated(keys[seq]).float())
     return Ran(metadata, spec, kv_cache, *gathered, table, step.seq_lens, scale)
+
+
+def test_a_heads_tokens_lie_together_by_default():
+    assert get_supported_kv_cache_layouts([BACKEND])[0] is KVCacheLayout.LBHNC
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
