@@ -33,7 +33,7 @@ except ImportError as error:
 
 
 class PagesBackend(AttentionBackend):
-    """What kernels over pages of keys and values and over pages of latents have in common."""
+    """What both backends have in common."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     forward_includes_kv_cache_update: bool = False
@@ -55,7 +55,7 @@ class PagesBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Not those whose blocks are not contiguous."""
+        """Layouts with contiguous blocks, the preferred one first."""
         return LAYOUTS
 
 

@@ -24,7 +24,12 @@ A latent and its rope keys are the data of keys, `[1, bytes_per_token]`, and the
 Scales = tuple[np.ndarray | float, np.ndarray | float]
 
 LEAST_SCALE = 2.0**-117
-"""The least scale of a row whose products with codes are normal float32: the least code of e4m3 is `2**-9`."""
+"""The least scale whose products with nonzero codes are normal float32: the least code of e4m3 is `2**-9`."""
+
+
+def _none_between_0_and(least: float, scales: np.ndarray) -> np.ndarray:
+    """Whether no scale along the last axis has a nonzero magnitude below `least`."""
+    return ~((scales != 0) & (np.abs(scales) < least)).any(axis=-1)
 
 
 @functools.cache
@@ -111,8 +116,8 @@ class CacheModel:
     ) -> tuple[np.ndarray, np.ndarray]:
         """What a gather of `dtype` gives: zeros from each length on, and where the table names no block.
 
-        And of which tokens and heads that is known: bytes that no write left may be a float32 scale that XLA on a CPU
-        flushes to zero, or whose products with codes it does.
+        Also returns for which tokens and heads that is known. Bytes that were never written may be a float32 scale so
+        small that XLA on a CPU flushes it, or its products with codes, to zero.
         """
         size, part = (spec.head_size, spec.head_size_v)[half], reference.part(spec, half)
         shape = *table.shape, spec.block_size, spec.num_kv_heads
@@ -125,8 +130,7 @@ class CacheModel:
                 rows = self._rows(spec, half, block, token)
                 dense[seq, index, token] = reference.cast(reference.decode(rows, part, scale), dtype)
                 if part.info.scale_dtype == np.float32:
-                    of_rows = np.abs(rows[1].copy().view(np.float32))
-                    is_known[seq, index, token] = ~((of_rows != 0) & (of_rows < LEAST_SCALE)).any(axis=-1)
+                    is_known[seq, index, token] = _none_between_0_and(LEAST_SCALE, rows[1].copy().view(np.float32))
         whole = table.shape[0], table.shape[1] * spec.block_size, spec.num_kv_heads
         return dense.reshape(*whole, size), is_known.reshape(whole)
 
@@ -145,7 +149,7 @@ class CacheModel:
         is_known = np.ones(len(places), bool)
         if spec.dtype is KVCacheDType.FP8_DS_MLA:
             scales = stored[:, (rank := spec.part_sizes[0]) : rank + rank // 32].copy().view(np.float32)
-            is_known = ~((scales != 0) & (np.abs(scales) < 2.0**-126)).any(axis=1)
+            is_known = _none_between_0_and(2.0**-126, scales)
         dense = [reference.cast(x, dtype) for x in mla_reference.decoded(spec, stored, float(np.float32(scale)))]
         for row, place in enumerate(places):
             if place is None:

@@ -243,7 +243,7 @@ def run(
     return Ran(metadata, spec, kv_cache, *gathered, table, step.seq_lens, scale)
 
 
-def test_a_heads_tokens_lie_together_by_default():
+def test_the_tokens_of_a_head_are_contiguous_by_default():
     assert get_supported_kv_cache_layouts([BACKEND])[0] is KVCacheLayout.LBHNC
 
 
