@@ -10,7 +10,7 @@ into the pairs of elements that the operand's registers hold, two pairs of each 
 
 ```
 word        7654 3210       code 0 in the lowest bits
-pairs       (0, 4) (1, 5) (2, 6) (3, 7)     code i of both halves of the word
+pairs       (0, 2) (1, 3) (4, 6) (5, 7)     the even and the odd codes of each half of the word
 ```
 
 **Values** are the operand of 16 dims by 16 tokens, so a register holds one dim of two neighbouring tokens. `ldmatrix`
@@ -18,11 +18,11 @@ with `.trans` distributes values in units of 16 bits: thread `(g, c)` gets unit 
 element of 16 bits, two of 8, or four of 4 (`Format.elements_per_unit`). `Format.value_pairs` makes one register for
 each element.
 
-e2m1 to float16 needs no table: a code's magnitude, two bits of exponent above one of mantissa, is put where a float16
-has its lowest exponent bits and its highest mantissa bit. That is the value times `2**-14`; code 1 is a subnormal in
-both formats. The product with the block scale, an e4m3 number that float16 holds exactly, is exact too. From compute
-capability 10.0 on, an instruction converts the two codes of a byte: of keys as they are stored, of values after the
-codes of two tokens have been put side by side.
+e2m1 to float16 needs no table: a code is put where an e4m3 has its sign, its lowest exponent bits and its highest
+mantissa bit. That is the value times `2**-6`; code 1 is a subnormal in both formats. An instruction converts two e4m3
+to float16. The product with the block scale, an e4m3 number that float16 holds exactly, is exact too. From compute
+capability 10.0 on, an instruction converts the two codes of a byte. Codes of values are converted after those of two
+tokens have been put side by side.
 
 Rows with a scale each become bfloat16, which holds their elements exactly. `Keys` multiplies logits by the scales of
 keys. `softmax.weights` multiplies weights by the scales of values; the products may exceed float16's range.
@@ -45,21 +45,8 @@ from kvjax.dtypes import KVCacheDType
 from kvjax.errors import UnsupportedError
 from kvjax.kernels import lanes
 
-NVFP4_FACTOR = 2.0**14
-"""Factor of decoded NVFP4 elements."""
-
-CONVERTED_WORDS = (1, 2, 3)
-"""Words of a unit of NVFP4 keys that are decoded by conversions from e4m3.
-
-Conversions use another pipe than shifts and masks, whose pipe bounds the kernel."""
-
-_CONVERTED_PAIRS = [(0, 2), (4, 6), (1, 3), (5, 7)]
-
-CONVERTED_FACTOR = 2.0**-8
-"""Factor of these words relative to the others."""
-
 E2M1_FACTOR = 2.0**6
-"""Factor of elements that `e2m1_in_order` decodes."""
+"""Factor of decoded e2m1 elements, unless the GPU converts e2m1."""
 
 DECODED = frozenset(
     {
@@ -119,7 +106,7 @@ class Format:
     @property
     def factor(self) -> float:
         """Factor of decoded elements, in addition to their scales."""
-        return NVFP4_FACTOR if self.has_block_scales and not self.converts_e2m1 else 1.0
+        return E2M1_FACTOR if self.has_block_scales and not self.converts_e2m1 else 1.0
 
     @property
     def unit_bytes(self) -> int:
@@ -141,20 +128,7 @@ class Format:
         count = unit_bytes * 8 // self.bits
         if self.bits != 4 or self.converts_e2m1:
             return [(i, i + 1) for i in range(0, count, 2)]
-        if unit_bytes == 2:
-            return [(0, 1), (2, 3)]
-        dims = []
-        for word in range(count // 8):
-            pairs = _CONVERTED_PAIRS if word in CONVERTED_WORDS else [(i, i + 4) for i in range(4)]
-            dims += [(8 * word + low, 8 * word + high) for low, high in pairs]
-        return dims
-
-    def key_factors(self, unit_bytes: int) -> list[float]:
-        """Factor of each of `key_pairs`, in addition to `factor`; it is applied to the query."""
-        if self.bits != 4 or unit_bytes == 2 or self.converts_e2m1:
-            return [1.0] * len(self.key_dims(unit_bytes))
-        words = range(unit_bytes // 4)
-        return [CONVERTED_FACTOR if word in CONVERTED_WORDS else 1.0 for word in words for _ in range(4)]
+        return [(i + odd, i + odd + 2) for i in range(0, count, 4) for odd in range(2)]
 
     def key_terms(
         self, words: Sequence[jax.Array], unit_bytes: int, scales: Sequence[jax.Array]
@@ -174,26 +148,18 @@ class Format:
           scales: NVFP4: the block scale of each run of 16 elements of the unit, in both halves of a float16 pair.
         """
         match self.dtype:
-            case KVCacheDType.NVFP4 if self.converts_e2m1:
-                codes = range(min(unit_bytes, 4))
-                return [
-                    scaled(_converted(word, byte), scales[4 * index // self.block_bytes])
-                    for index, word in enumerate(words)
-                    for byte in codes
-                ]
             case KVCacheDType.NVFP4:
-                if unit_bytes == 2:
-                    [half] = words
-                    [scale] = scales
-                    both = half | (half & 0xFFF0) << 12
-                    return [scaled(_from_e2m1(both, code), scale) for code in (0, 2)]
                 return [
                     scaled(pair, scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
                     for pair in (
-                        _converted_e2m1(word)
-                        if index in CONVERTED_WORDS
-                        else [_from_e2m1(word, code) for code in range(4)]
+                        [_converted(word, byte) for byte in range(min(unit_bytes, 4))]
+                        if self.converts_e2m1
+                        else [
+                            from_e4m3(codes, half)
+                            for half in range(min(unit_bytes, 4) // 2)
+                            for codes in _e2m1_as_e4m3(word)
+                        ]
                     )
                 ]
             case KVCacheDType.FP8_E4M3:
@@ -209,19 +175,20 @@ class Format:
                 return list(words)
         raise UnsupportedError(f"dtype: got {self.dtype.value!r}, which attention does not decode")
 
-    def value_pairs(self, word: jax.Array, scale: jax.Array | None) -> list[jax.Array]:
+    def value_pairs(self, word: jax.Array) -> list[jax.Array]:
         """A pair for each element of two tokens' units, which are the lower and the upper half of `word`.
 
-        `scale`: NVFP4: the two tokens' block scales, a float16 pair.
+        Elements of NVFP4 are without their block scales.
         """
         match self.dtype:
-            case KVCacheDType.NVFP4 if scale is not None and self.converts_e2m1:
+            case KVCacheDType.NVFP4 if self.converts_e2m1:
                 lower, upper = jnp.uint32(0x0F0F), jnp.uint32(0xF0F0)
                 even = word & lower | word >> 12 & upper
                 odd = word >> 4 & lower | word >> 16 & upper
-                return [scaled(_converted(codes, byte), scale) for byte in range(2) for codes in (even, odd)]
-            case KVCacheDType.NVFP4 if scale is not None:
-                return [scaled(_from_e2m1(word, i), scale) for i in range(4)]
+                return [_converted(codes, byte) for byte in range(2) for codes in (even, odd)]
+            case KVCacheDType.NVFP4:
+                even_odd = _e2m1_as_e4m3(lanes.permute(word, word, 0x3120))
+                return [from_e4m3(codes, half) for half in range(2) for codes in even_odd]
             case KVCacheDType.FP8_E4M3:
                 in_order = lanes.permute(word, word, 0x3120)
                 return [from_e4m3(in_order, half) for half in range(2)]
@@ -310,25 +277,6 @@ def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
     return lanes.asm("sub.rn.bf16x2 $0, $1, $2;", model, x, y, results=[jnp.uint32])[0]
 
 
-_SHIFTS = {0: (9, 12), 1: (5, 8), 2: (1, 4), 3: (-3, 0)}
-"""Left shifts of a code's magnitude and sign, by its index in a half of a word."""
-
-
-def _from_e2m1(word: jax.Array, index: int) -> jax.Array:
-    """Code `index` (0 to 3) of both halves of a word as a float16 pair, times `2**-14`."""
-    magnitude, sign = (word << n if n >= 0 else word >> -n for n in _SHIFTS[index])
-    return magnitude & jnp.uint32(0x0E000E00) | sign & jnp.uint32(0x80008000)
-
-
-def _converted_e2m1(word: jax.Array) -> list[jax.Array]:
-    """The pairs `_CONVERTED_PAIRS` of a word's codes as float16, times `2**-6`.
-
-    Codes are first written as e4m3, which has the fields of e2m1 two bits higher and a bias larger by 6. An instruction
-    then converts e4m3 to float16.
-    """
-    return [from_e4m3(codes, half) for codes in _e2m1_as_e4m3(word) for half in range(2)]
-
-
 def e2m1_in_order(word: jax.Array) -> list[jax.Array]:
     """A word's eight e2m1 codes as four pairs of float16 in their order, divided by `E2M1_FACTOR`."""
     even, odd = _e2m1_as_e4m3(word)
@@ -337,7 +285,10 @@ def e2m1_in_order(word: jax.Array) -> list[jax.Array]:
 
 
 def _e2m1_as_e4m3(word: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd codes of a word, a byte each."""
+    """The even and the odd codes of a word as e4m3, divided by `E2M1_FACTOR`.
+
+    e4m3 has the fields of e2m1 two bits higher, and a bias larger by 6.
+    """
     even = (word << 2) & jnp.uint32(0x1C1C1C1C) | (word << 4) & jnp.uint32(0x80808080)
     odd = (word >> 2) & jnp.uint32(0x1C1C1C1C) | word & jnp.uint32(0x80808080)
     return even, odd

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.errors import UnsupportedError
 from kvjax.kernels import lanes
 from kvjax.kernels.aliases import DType, DTypeLike, Ref
 from kvjax.kernels.attention.keys import KeyRows, Keys
@@ -69,7 +68,7 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, place: Place) -> lis
     dims = [dim for pair in rows.format.key_dims(rows.unit) for dim in pair]
     loaded: list[list[jax.Array]] = []
     for tile in range(problem.tiles):
-        row = warp.row + tile * COLUMNS
+        row = problem.query_row(warp.row + tile * COLUMNS)
         token, head = divided(row, problem.group), remainder(row, problem.group)
         a_token, a_head = place.strides
         index = place.start + token * a_token + head * a_head
@@ -96,17 +95,13 @@ def as_operand(
         return [[tile] for tile in words], None
     values = [[_to_float(x, dtype) for x in xs] for xs in loaded]
     if operand == np.float16:
-        values, power = _within_float16(values, fmt.key_factors(rows.unit) * rows.units)
+        values, power = _within_float16(values)
         return [[_pairs(xs, operand)] for xs in values], power
-    if any(own != 1 for own in fmt.key_factors(rows.unit)):
-        raise UnsupportedError(
-            f"paged_attention: keys of {fmt.dtype.value} have factors of their own, expected float16 operands"
-        )
     return [_in_two_terms(xs, operand) for xs in values], None
 
 
-def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> tuple[list[list[jax.Array]], jax.Array]:
-    """The values times the factors of their pairs, divided by a power of two, and that power.
+def _within_float16(values: list[list[jax.Array]]) -> tuple[list[list[jax.Array]], jax.Array]:
+    """The values divided by a power of two, and that power.
 
     bfloat16 has a larger range than float16: the power scales the largest value of the warp to 2**14 or more.
     """
@@ -117,7 +112,7 @@ def _within_float16(values: list[list[jax.Array]], factors: Sequence[float]) -> 
     exponent = jnp.minimum(jnp.maximum(exponent, jnp.uint32(30)), jnp.uint32(253))
     inverse = lanes.bits((jnp.uint32(254 + 14) - exponent) << 23, jnp.float32)
     power = lanes.bits((exponent - jnp.uint32(14)) << 23, jnp.float32)
-    return [[x * (inverse * np.float32(factors[i // 2])) for i, x in enumerate(xs)] for xs in values], power
+    return [[x * inverse for x in xs] for xs in values], power
 
 
 def _in_two_terms(values: list[jax.Array], dtype: DType) -> list[list[jax.Array]]:

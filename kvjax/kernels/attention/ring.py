@@ -293,7 +293,7 @@ class Ring:
                 )
             )  # fmt: skip
         if layout.chunks:
-            lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies)
+            lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies, once=True)
         else:
             for each in copies:
                 lanes.copy_async(self.buffer, self.pages, each)

@@ -79,25 +79,25 @@ class ValueRows:
         """Adds the products of a piece of a tile's values with the weights to `output`."""
         zero = lanes.splat(0, jnp.uint32)
         rows: list[list[jax.Array]] = []  # by run of eight dims: tokens 0 to 7, tokens 8 to 15
-        products, done = self.products, 0
+        fmt, products, done = self.problem.value_format, self.products, 0
         for index, words in enumerate(values.words):
             if index % len(piece) == 0:  # a term begins
-                done = piece.start * self.problem.value_format.elements_per_unit // 2
-            pairs = [
-                self.problem.value_format.value_pairs(word, values.scales[index][half] if values.scales else None)
-                for half, word in enumerate(words)
-            ]
+                done = piece.start * fmt.elements_per_unit // 2
+            pairs, scaled = [fmt.value_pairs(word) for word in words], weights
+            scales = values.scales[index] if values.scales else []
+            if scales and self.problem.scales_weights:
+                scaled = [[formats.scaled(*each) for each in zip(weight, scales, strict=True)] for weight in weights]
+            elif scales:
+                pairs = [[formats.scaled(x, y) for x in both] for both, y in zip(pairs, scales, strict=True)]
             rows += [list(both) for both in zip(*pairs, strict=True)]
             if index % len(piece) == len(piece) - 1 and len(rows) % 2:
                 rows.append([zero, zero])
             while len(rows) >= 2:
                 (first, first_later), (second, second_later), *rows = rows
                 operand = [first, second, first_later, second_later]
-                for columns, weight in enumerate(weights):
+                for columns, weight in enumerate(scaled):
                     at = 4 * (columns * products + done)
-                    output[at : at + 4] = lanes.mma(
-                        output[at : at + 4], operand, weight, self.problem.value_format.operand
-                    )
+                    output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, fmt.operand)
                 done += 1
 
     def words(self, slot: jax.Array, tile: int) -> list[list[jax.Array]]:

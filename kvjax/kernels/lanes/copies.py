@@ -256,10 +256,13 @@ def copy_bulk(
     index: Scalar,
     copies: Sequence[Copy],
     transforms: Transforms = (),
+    *,
+    once: bool = False,
 ) -> None:
     """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
-    All threads of a warp pass the same copies. `transforms` are those of the destination.
+    All threads of a warp pass the same copies. `transforms` are those of the destination. `once` says that no other
+    thread block is likely to read the same bytes: the L2 cache evicts them first.
     """
     if compat.interpreting():
         for copy in copies:
@@ -286,14 +289,16 @@ def copy_bulk(
             operands.append(length)
             size = arith.addi(size, arith.muli(condition, length))
             target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
+            hint, policy = (".L2::cache_hint", ", policy") if once else ("", "")
             code.append(
                 f"setp.ne.and.b32 q, {wanted}, 0, p;"
-                " @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                f" [{target}], [{origin}], {bytes_}, [$0];"
+                f" @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
+                f" [{target}], [{origin}], {bytes_}, [$0]{policy};"
             )
         # ptxas knows that `elect` selects one thread. For other predicates it generates a loop over threads.
         begin = (
-            "{ .reg .pred p, q; .reg .b64 state; elect.sync _|p, 0xffffffff;"
+            "{ .reg .pred p, q; .reg .b64 state, policy; elect.sync _|p, 0xffffffff;"
+            " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
             " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
         )
         ptx.inline(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")

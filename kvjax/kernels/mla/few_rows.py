@@ -31,7 +31,7 @@ from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import Place, as_operand, loaded_for
 from kvjax.kernels.attention.seen import Seen
 from kvjax.kernels.attention.segments import Segments
-from kvjax.kernels.attention.softmax import LOG2_E, State, capped, exponentials, margin, raised, weight_operands
+from kvjax.kernels.attention.softmax import LOG2_E, State, WeightRange, capped, exponentials, raised, weight_operands
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.mla.few_rows_stages import (
@@ -64,9 +64,8 @@ class LatentSegments(Segments):
     def scaled(self, output: Registers) -> Registers:
         """The output times the scale of the layer, and what products lack."""
         fmt = self.dims.format
-        scale = self.warp.scale(fmt, self.refs.k_scale, 1) * np.float32(fmt.factor)
-        factors = self.dims.factors()
-        return [x * (scale * np.float32(factors[i % len(factors)])) for i, x in enumerate(output)]
+        factor = self.warp.scale(fmt, self.refs.k_scale, 1) * np.float32(fmt.factor)
+        return [x * factor for x in output]
 
     def store_row(self, ref: Ref, index: jax.Array, row: int, values: list[jax.Array], condition: jax.Array) -> None:
         """Stores the output of a row of the state as row `index` of `ref`, contiguous elements at once."""
@@ -280,7 +279,7 @@ class FewRows(StageLoop[Factors]):
             needs_look, lambda logits: self.seen.logits(start, tokens.entries, span, logits), list, logits
         )
         operand = self.latents.format.operand
-        state = raised(state, [logits], margin(operand), has_top=problem.weight_dtype is not None)
+        state = raised(state, [logits], WeightRange.of(operand), has_top=problem.weight_dtype is not None)
         total, output = list(state.total), list(state.output)
         exponents = exponentials(logits, state.largest, total)
         if scales:

@@ -201,11 +201,6 @@ class LatentDims(OutputRows):
         every = range(0, 2 * self.products, len(pairs))
         return [[start + pair for pair in run] for start in every for run in found]
 
-    def factors(self) -> list[float]:
-        """Factor of each output register of a tile of query rows: that of its pair, which queries otherwise take."""
-        own = self.format.key_factors(self.unit)
-        return [own[(2 * product + i // 2) % len(own)] for product in range(self.products) for i in range(4)]
-
 
 def query_terms(fmt: Format, query_dtype: DTypeLike) -> int:
     """Operands that a query is the sum of."""
