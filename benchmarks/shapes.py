@@ -78,7 +78,7 @@ CASES_BY_NAME = {case.name: case for case in (LLAMA_8B, LLAMA_70B_SHARD, *OTHER_
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """One attention call over sequences of equal length, whose last tokens are the query.
+    """One attention call over sequences of equal length, unless they are `varied`, whose last tokens are the query.
 
     In a server step (`is_step`), query tokens are packed, and their number may differ between sequences.
     """
@@ -97,11 +97,13 @@ class AttentionRow:
     is_step: bool = False
     num_prompts: int | None = None  # first sequences, with `q_len` query tokens; others have one. None: all
     prefix_len: int = 0  # tokens of a prefix that all sequences share; a multiple of BLOCK_SIZE
+    varied: bool = False  # lengths up to `seq_len`, evenly spread, in random order
 
     @property
     def seq_lens(self) -> np.ndarray:
         """int32 `[num_seqs]`, the tokens of each sequence."""
-        return np.full(self.num_seqs, self.seq_len, np.int32)
+        numbers = np.random.default_rng(3).permutation(self.num_seqs) + 1 if self.varied else self.num_seqs
+        return np.full(self.num_seqs, self.seq_len * numbers // self.num_seqs, np.int32)
 
     @property
     def cu_q_lens(self) -> np.ndarray:
@@ -128,7 +130,8 @@ class AttentionRow:
 
     @property
     def num_blocks_read(self) -> int:
-        return self.num_blocks - self.num_seqs * self.first_block
+        own = -(-self.seq_lens // BLOCK_SIZE) - self.prefix_blocks - self.first_block
+        return self.prefix_blocks + int(own.sum())
 
     def table(self, blocks: np.ndarray) -> np.ndarray:
         """Distributes pages over the sequences and returns the block table `[num_seqs, blocks_a_seq]`."""
@@ -154,6 +157,7 @@ ATTENTION_ROWS = (
     AttentionRow("64x4096", 64, 4_096),
     AttentionRow("64x4096-4-tokens", 64, 4_096, q_len=4, base="64x4096"),
     AttentionRow("64x8192-HND", 64, 8_192, layout=CacheLayout.HND, base="64x8192"),
+    AttentionRow("64x128-to-8192", 64, 8_192, varied=True),
 )
 """Rows for GPUs, with 32 query heads over 8 KV heads of 128 unless the name says otherwise."""
 

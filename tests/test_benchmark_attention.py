@@ -50,6 +50,7 @@ def test_each_target_has_a_row():
         (dataclasses.replace(TINY, window=17), 3 * 2),
         (dataclasses.replace(TINY, window=16, q_len=4), 3 * 2),
         (dataclasses.replace(TINY, window=1_000), 3 * 4),
+        (dataclasses.replace(TINY, varied=True), 2 + 3 + 4),
     ],
 )
 def test_the_pages_that_a_call_reads_are_counted(row, pages):
@@ -59,6 +60,19 @@ def test_the_pages_that_a_call_reads_are_counted(row, pages):
     assert job.page_bytes == pages * BLOCK_SIZE * 2 * 2 * (32 // 2 + 32 // 16)
     query = 3 * row.q_len * 4 * 32 * 2
     assert job.bytes_moved == job.page_bytes + 4 * (pages + 3) + 2 * query
+
+
+def test_the_page_table_of_flashinfer_has_the_pages_of_each_sequence():
+    pytest.importorskip("torch")
+    inputs = AttentionInputs(AttentionJob(dataclasses.replace(TINY, varied=True), BFLOAT16))
+    starts, pages, last = (x.tolist() for x in attends_flashinfer.page_table(inputs))
+    table, lengths = np.asarray(inputs.table).tolist(), np.asarray(inputs.seq_lens).tolist()
+    assert sorted(lengths) == [21, 42, 64]
+    assert pages == [
+        page for row, length in zip(table, lengths, strict=True) for page in row[: -(-length // BLOCK_SIZE)]
+    ]
+    assert np.diff(starts).tolist() == [-(-length // BLOCK_SIZE) for length in lengths]
+    assert last == [length - (-(-length // BLOCK_SIZE) - 1) * BLOCK_SIZE for length in lengths]
 
 
 def test_the_read_kernel_reads_every_word():
@@ -92,6 +106,7 @@ TINY_ROWS = {
     "window": dataclasses.replace(TINY, window=32),
     "window, 4 tokens, HND": dataclasses.replace(TINY, q_len=4, window=20, layout=HND),
     "partial page": dataclasses.replace(TINY, seq_len=61),
+    "of 21, 42 and 64 tokens": dataclasses.replace(TINY, varied=True),
     "mixed": TINY_MIXED,
     "speculative": dataclasses.replace(TINY_MIXED, q_len=4, num_prompts=None),
     "whole": dataclasses.replace(TINY_MIXED, seq_len=48, q_len=48, num_prompts=None),

@@ -359,4 +359,4 @@ def test_a_dtype_that_attention_does_not_decode_is_refused(dtype):
     with pytest.raises(UnsupportedError, match=expected):
         without_case.key_pairs([word], 4, [])
     with pytest.raises(UnsupportedError, match=expected):
-        without_case.value_pairs(word, None)
+        without_case.value_pairs(word)

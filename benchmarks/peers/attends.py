@@ -140,7 +140,7 @@ def _is_dense(job: AttentionJob) -> bool:
 
 def _serves_torch(job: AttentionJob) -> bool:
     row = job.row
-    is_whole = row.seq_len % BLOCK_SIZE == 0 and (row.window or 0) % BLOCK_SIZE == 0
+    is_whole = not row.varied and row.seq_len % BLOCK_SIZE == 0 and (row.window or 0) % BLOCK_SIZE == 0
     is_causal = row.q_len == 1 or row.window is None
     return job.dtype is KVCacheDType.BFLOAT16 and row.layout is CacheLayout.NHD and is_whole and is_causal
 
@@ -192,16 +192,8 @@ IN_FP8_IN_TORCH = dataclasses.replace(
 BUILT = (attends_flashinfer.FA2, attends_flashinfer.XQA)  # their kernels build while other peers are timed
 PEERS = (READ, KVJAX, INVARIANT, KVJAX_IN_XLA, CUDNN, SDPA, attends_vllm.FA3, *BUILT)
 STEP_PEERS = (
-    KVJAX,
-    INVARIANT,
-    WITHOUT_CASCADE,
-    CUDNN,
-    IN_TORCH,
-    IN_FP8,
-    IN_FP8_IN_TORCH,
-    attends_vllm.FA3,
-    attends_flashinfer.FA2,
-    attends_flashinfer.FA3,
+    *(KVJAX, INVARIANT, WITHOUT_CASCADE, CUDNN, IN_TORCH, IN_FP8, IN_FP8_IN_TORCH),
+    *(attends_vllm.FA3, attends_flashinfer.FA2, attends_flashinfer.FA3),
 )
 """The peers of attention in a server step."""
 
