@@ -25,7 +25,7 @@ from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import operand_of
 from kvjax.kernels.attention.seen import Seen, Span
 from kvjax.kernels.attention.segments import Segments
-from kvjax.kernels.attention.softmax import State, WeightRange, capped, raised, weights
+from kvjax.kernels.attention.softmax import State, capped, margin, raised, weights
 from kvjax.kernels.attention.stages import TILE, StageLayout
 from kvjax.kernels.attention.values import ValueRows
 from kvjax.kernels.attention.warp import Warp
@@ -78,8 +78,8 @@ class Decode(StageLoop[Operand]):
             return [self.seen.logits(start + TILE * tile, entries, span, each) for tile, each in enumerate(logits)]
 
         logits = lax.cond(needs_look, masked, list, logits)
-        weight_range = WeightRange.of(self.problem.value_format.operand, scaled=self.problem.scales_weights)
-        state = raised(state, logits, weight_range, has_top=self.problem.weight_dtype is not None)
+        of_weights, has_top = self.problem.value_format.operand, self.problem.weight_dtype is not None
+        state = raised(state, logits, margin(of_weights), has_top=has_top)
         total, output = list(state.total), list(state.output)
         for tile, registers in enumerate(logits):
             row_scales = self.row_scales(slot, tile, start, entries, span, needs_look)

@@ -248,18 +248,6 @@ class Problem:
         return 2 if self.weight_dtype is None else 3
 
     @property
-    def scales_weights(self) -> bool:
-        """Whether weights, not values, are multiplied by the block scales of values.
-
-        Half of the rows of a product are dims of one block, the others of another, and columns hold the query rows
-        twice. The weights of the first four columns are multiplied by the scales of the first block, those of the
-        others by the scales of the second; half of the products are then of no use. This takes a quarter of the
-        multiplications.
-        """
-        is_repeated = self.rows <= COLUMNS // 2 and not self.spec.is_mla
-        return is_repeated and self.value_format.has_block_scales
-
-    @property
     def tree_size(self) -> int:
         """Elements of a query token in `Refs.tree`."""
         return TREE_DEPTHS + -(-(self.tree or 0) // 32)
@@ -273,10 +261,6 @@ class Problem:
     def rows(self) -> int:
         """Query rows of a KV head."""
         return self.q_len * self.num_heads // self.spec.num_kv_heads
-
-    def query_row(self, column: jax.Array) -> jax.Array:
-        """The query row of a column; columns count on from tile to tile."""
-        return column & (COLUMNS // 2 - 1) if self.scales_weights else column
 
     @property
     def group(self) -> int:

@@ -68,7 +68,7 @@ def loaded_for(rows: KeyRows, warp: Warp, problem: Problem, place: Place) -> lis
     dims = [dim for pair in rows.format.key_dims(rows.unit) for dim in pair]
     loaded: list[list[jax.Array]] = []
     for tile in range(problem.tiles):
-        row = problem.query_row(warp.row + tile * COLUMNS)
+        row = warp.row + tile * COLUMNS
         token, head = divided(row, problem.group), remainder(row, problem.group)
         a_token, a_head = place.strides
         index = place.start + token * a_token + head * a_head

@@ -102,8 +102,7 @@ class Seen:
 
     def query_rows(self) -> list[jax.Array]:
         """The thread's query rows, in the order of its registers: two of each tile."""
-        columns = [tile * COLUMNS + 2 * self.warp.column + i for tile in range(self.problem.tiles) for i in range(2)]
-        return [self.problem.query_row(column) for column in columns]
+        return [columns * COLUMNS + 2 * self.warp.column + i for columns in range(self.problem.tiles) for i in range(2)]
 
     def is_there(self, start: jax.Array, entries: jax.Array, span: Span, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The position of a row of the tile that begins at `start`, and whether any query row sees it."""

@@ -157,16 +157,13 @@ class Segments:
         return [start + 4 * (tile * products + product) + j for product in range(products) for j in (i, i + 2)]
 
     def query_rows(self) -> Iterator[tuple[int, jax.Array, jax.Array, jax.Array]]:
-        """For each row of the state: its number, whether the thread has its output, and its query token and head."""
+        """For each row of the state: its number, whether it is a query row, and its query token and head."""
         problem = self.problem
         for row in range(2 * problem.tiles):
-            query_row = problem.query_row(row // 2 * COLUMNS + 2 * self.warp.column + row % 2)
+            query_row = row // 2 * COLUMNS + 2 * self.warp.column + row % 2
             token = divided(query_row, problem.group)
             head = self.warp.kv_head * problem.group + remainder(query_row, problem.group)
-            is_row = query_row < problem.rows
-            if problem.scales_weights:  # columns that are multiplied by the scales of the thread's dims
-                is_row &= self.warp.column >> 1 == self.warp.row >> 2
-            yield row, is_row, token, head
+            yield row, query_row < problem.rows, token, head
 
     def store_result(
         self,

@@ -70,26 +70,6 @@ class State(NamedTuple):
         return cls([lowest] * rows, [zero] * rows, [lowest] * rows, [zero] * 4 * tiles * products)
 
 
-class WeightRange(NamedTuple):
-    """Which weights occur, as binary logarithms.
-
-    Attributes:
-      margin: how far the logit that weights are relative to is above the largest.
-      headroom: how far a logit may exceed the largest before that is raised.
-    """
-
-    margin: float
-    headroom: float
-
-    @classmethod
-    def of(cls, dtype: DTypeLike, *, scaled: bool = False) -> WeightRange:
-        """For operands of a dtype; `scaled` where they are weights times block scales of values.
-
-        Such scales are at most 448, and weights at most `2 ** (headroom - margin)`: products stay within float16.
-        """
-        return cls(-4.0, 3.0) if scaled else cls(margin(dtype), HEADROOM)
-
-
 def capped(x: jax.Array, cap: float | None, exp2: Callable[[jax.Array], jax.Array] = lanes.exp2) -> jax.Array:
     """`cap * tanh(x / cap)` where there is a cap; logits are binary logarithms, and the cap is converted."""
     if cap is None:
@@ -119,20 +99,19 @@ def rounding(weight: jax.Array, rounded: jax.Array, total: jax.Array) -> jax.Arr
     return known / (known + (rounded - weight))
 
 
-def raised(state: State, logits: list[list[jax.Array]], weight_range: WeightRange, *, has_top: bool) -> State:
+def raised(state: State, logits: list[list[jax.Array]], margin: float, *, has_top: bool) -> State:
     """The state with `largest` raised where a logit exceeds it too far, to the `reference` of the largest logit.
 
-    Where `has_top` is False, so without `Problem.weight_dtype`, to the margin above the largest logit: its weight is
-    then not rounded.
+    Where `has_top` is False, so without `Problem.weight_dtype`, to `margin` above the largest logit: its weight is then
+    not rounded.
     """
-    margin, headroom = weight_range
     tiles = len(state.largest) // 2
     tops = [
         functools.reduce(jnp.maximum, [xs[4 * (i // 2) + i % 2 + j] for xs in logits for j in (0, 2)])
         for i in range(2 * tiles)
     ]
     too_far = functools.reduce(
-        jnp.logical_or, [top > large + (headroom - margin) for top, large in zip(tops, state.largest, strict=True)]
+        jnp.logical_or, [top > large + (HEADROOM - margin) for top, large in zip(tops, state.largest, strict=True)]
     )
 
     def raise_all(*flat: jax.Array) -> list[jax.Array]:

@@ -83,19 +83,17 @@ class ValueRows:
         for index, words in enumerate(values.words):
             if index % len(piece) == 0:  # a term begins
                 done = piece.start * fmt.elements_per_unit // 2
-            pairs, scaled = [fmt.value_pairs(word) for word in words], weights
-            scales = values.scales[index] if values.scales else []
-            if scales and self.problem.scales_weights:
-                scaled = [[formats.scaled(*each) for each in zip(weight, scales, strict=True)] for weight in weights]
-            elif scales:
-                pairs = [[formats.scaled(x, y) for x in both] for both, y in zip(pairs, scales, strict=True)]
+            pairs = [fmt.value_pairs(word) for word in words]
+            if values.scales:
+                of_run = zip(pairs, values.scales[index], strict=True)
+                pairs = [[formats.scaled(pair, scale) for pair in both] for both, scale in of_run]
             rows += [list(both) for both in zip(*pairs, strict=True)]
             if index % len(piece) == len(piece) - 1 and len(rows) % 2:
                 rows.append([zero, zero])
             while len(rows) >= 2:
                 (first, first_later), (second, second_later), *rows = rows
                 operand = [first, second, first_later, second_later]
-                for columns, weight in enumerate(scaled):
+                for columns, weight in enumerate(weights):
                     at = 4 * (columns * products + done)
                     output[at : at + 4] = lanes.mma(output[at : at + 4], operand, weight, fmt.operand)
                 done += 1

@@ -261,8 +261,8 @@ def copy_bulk(
 ) -> None:
     """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
-    All threads of a warp pass the same copies. `transforms` are those of the destination. `once` says that no other
-    thread block is likely to read the same bytes: the L2 cache evicts them first.
+    All threads of a warp pass the same copies. `transforms` are those of the destination. `once` says that the
+    bytes are hardly read again: where the L2 cache needs room, it evicts them first.
     """
     if compat.interpreting():
         for copy in copies:
@@ -277,6 +277,10 @@ def copy_bulk(
         shared = shared_address(destination)
         counter = arith.addi(shared_address(barriers), arith.muli(to_word(index), mgpu.c(8, i32)))
         operands, code = [counter], []
+        hint, policy, create = ("",) * 3
+        if once:
+            hint, policy = ".L2::cache_hint", ", policy"
+            create = " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
         size: Value = mgpu.c(0, i32)
         sizes = itertools.count(4 * len(copies))
         for i, copy in enumerate(copies):
@@ -289,7 +293,6 @@ def copy_bulk(
             operands.append(length)
             size = arith.addi(size, arith.muli(condition, length))
             target, origin, wanted, bytes_ = (f"${4 * i + j + 2}" for j in range(4))
-            hint, policy = (".L2::cache_hint", ", policy") if once else ("", "")
             code.append(
                 f"setp.ne.and.b32 q, {wanted}, 0, p;"
                 f" @q cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
@@ -298,8 +301,8 @@ def copy_bulk(
         # ptxas knows that `elect` selects one thread. For other predicates it generates a loop over threads.
         begin = (
             "{ .reg .pred p, q; .reg .b64 state, policy; elect.sync _|p, 0xffffffff;"
-            " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-            " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
+            + create
+            + " @p mbarrier.arrive.expect_tx.shared::cta.b64 state, [$0], $1;"
         )
         ptx.inline(" ".join([begin, *code, "}"]), [counter, size, *operands[1:]], [], clobber="~{memory}")
 

@@ -31,7 +31,7 @@ from kvjax.kernels.attention.problem import DecodeConfig, Problem, Refs
 from kvjax.kernels.attention.query import Place, as_operand, loaded_for
 from kvjax.kernels.attention.seen import Seen
 from kvjax.kernels.attention.segments import Segments
-from kvjax.kernels.attention.softmax import LOG2_E, State, WeightRange, capped, exponentials, raised, weight_operands
+from kvjax.kernels.attention.softmax import LOG2_E, State, capped, exponentials, margin, raised, weight_operands
 from kvjax.kernels.attention.stages import TILE
 from kvjax.kernels.attention.warp import Warp
 from kvjax.kernels.mla.few_rows_stages import (
@@ -279,7 +279,7 @@ class FewRows(StageLoop[Factors]):
             needs_look, lambda logits: self.seen.logits(start, tokens.entries, span, logits), list, logits
         )
         operand = self.latents.format.operand
-        state = raised(state, [logits], WeightRange.of(operand), has_top=problem.weight_dtype is not None)
+        state = raised(state, [logits], margin(operand), has_top=problem.weight_dtype is not None)
         total, output = list(state.total), list(state.output)
         exponents = exponentials(logits, state.largest, total)
         if scales:
