@@ -64,11 +64,10 @@ def page_table(inputs: AttentionInputs) -> tuple[Any, Any, Any]:
     """Returns FlashInfer's page table: offset of each sequence, page indices, and tokens in each last page."""
     import torch
 
-    lengths, table = torch.from_numpy(inputs.job.row.seq_lens), borrow(inputs.table)
-    blocks = -(-lengths // BLOCK_SIZE)
-    is_block = torch.arange(table.shape[1]) < blocks[:, None]
-    starts = torch.nn.functional.pad(blocks.cumsum(0), (1, 0)).int()
-    return starts, table[is_block.to(table.device)], (lengths - 1) % BLOCK_SIZE + 1
+    row = inputs.job.row
+    starts = torch.arange(row.num_seqs + 1, dtype=torch.int32) * row.blocks_a_seq
+    last = torch.full((row.num_seqs,), (row.seq_len - 1) % BLOCK_SIZE + 1, dtype=torch.int32)
+    return starts, borrow(inputs.table).flatten(), last
 
 
 def window_left(row: AttentionRow) -> int:
@@ -229,7 +228,11 @@ def build_ahead(jobs: Sequence[AttentionJob], peers: Sequence[Peer[AttentionJob,
 
 
 _peer = functools.partial(torch_peer, library="flashinfer")
-FA2: Any = _peer("FlashInfer FA2", functools.partial(wrapper_run, backend="fa2"), lambda job: not job.row.prefix_len)
+FA2: Any = _peer(
+    "FlashInfer FA2",
+    functools.partial(wrapper_run, backend="fa2"),
+    lambda job: not (job.row.prefix_len or job.row.varied),
+)
 FA3: Any = _peer(
     "FlashInfer FA3",
     functools.partial(wrapper_run, backend="fa3"),
