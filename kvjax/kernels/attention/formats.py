@@ -152,15 +152,7 @@ class Format:
                 return [
                     scaled(pair, scales[4 * index // self.block_bytes])
                     for index, word in enumerate(words)
-                    for pair in (
-                        [_converted(word, byte) for byte in range(min(unit_bytes, 4))]
-                        if self.converts_e2m1
-                        else [
-                            from_e4m3(codes, half)
-                            for half in range(min(unit_bytes, 4) // 2)
-                            for codes in _e2m1_as_e4m3(word)
-                        ]
-                    )
+                    for pair in self._e2m1_pairs(word, min(unit_bytes, 4))
                 ]
             case KVCacheDType.FP8_E4M3:
                 return [from_e4m3(word, half) for word in words for half in range(2)]
@@ -187,8 +179,7 @@ class Format:
                 odd = word >> 4 & lower | word >> 16 & upper
                 return [_converted(codes, byte) for byte in range(2) for codes in (even, odd)]
             case KVCacheDType.NVFP4:
-                even_odd = _e2m1_as_e4m3(lanes.permute(word, word, 0x3120))
-                return [from_e4m3(codes, half) for half in range(2) for codes in even_odd]
+                return self._e2m1_pairs(lanes.permute(word, word, 0x3120), 4)
             case KVCacheDType.FP8_E4M3:
                 in_order = lanes.permute(word, word, 0x3120)
                 return [from_e4m3(in_order, half) for half in range(2)]
@@ -203,6 +194,13 @@ class Format:
             case KVCacheDType.FLOAT32 | KVCacheDType.FLOAT16 | KVCacheDType.BFLOAT16:
                 return [word]
         raise UnsupportedError(f"dtype: got {self.dtype.value!r}, which attention does not decode")
+
+    def _e2m1_pairs(self, word: jax.Array, size: int) -> list[jax.Array]:
+        """The codes of a word's first `size` bytes, 2 or 4, in the pairs of `key_dims`."""
+        if self.converts_e2m1:
+            return [_converted(word, byte) for byte in range(size)]
+        even_odd = _e2m1_as_e4m3(word)
+        return [from_e4m3(codes, half) for half in range(size // 2) for codes in even_odd]
 
 
 def in_terms(x: jax.Array, y: jax.Array, count: int) -> list[jax.Array]:

@@ -293,7 +293,7 @@ class Ring:
                 )
             )  # fmt: skip
         if layout.chunks:
-            lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies, once=True)
+            lanes.copy_bulk(self.buffer, self.pages, self.barriers, self.full(slot), copies, evict_first=True)
         else:
             for each in copies:
                 lanes.copy_async(self.buffer, self.pages, each)

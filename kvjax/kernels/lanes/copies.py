@@ -257,12 +257,12 @@ def copy_bulk(
     copies: Sequence[Copy],
     transforms: Transforms = (),
     *,
-    once: bool = False,
+    evict_first: bool = False,
 ) -> None:
     """One thread of each warp starts bulk copies, and arrives at a barrier that also waits for their bytes.
 
-    All threads of a warp pass the same copies. `transforms` are those of the destination. `once` says that the
-    bytes are hardly read again: where the L2 cache needs room, it evicts them first.
+    All threads of a warp pass the same copies. `transforms` are those of the destination. With `evict_first`, for bytes
+    that are hardly read again, the L2 cache evicts them before others.
     """
     if compat.interpreting():
         for copy in copies:
@@ -278,7 +278,7 @@ def copy_bulk(
         counter = arith.addi(shared_address(barriers), arith.muli(to_word(index), mgpu.c(8, i32)))
         operands, code = [counter], []
         hint, policy, create = ("",) * 3
-        if once:
+        if evict_first:
             hint, policy = ".L2::cache_hint", ", policy"
             create = " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
         size: Value = mgpu.c(0, i32)

@@ -183,23 +183,14 @@ class LatentDims(OutputRows):
         return dim + self.warp.head * self.size + (4 * unit * each + low), row < COLUMNS
 
     def runs(self) -> list[list[int]]:
-        """Runs of one, two or four registers whose dims follow each other, the first a multiple of their number.
+        """Runs of one or two registers whose dims follow each other, the first a multiple of their number.
 
         Registers of a row are numbered `2 * product + half`. Each holds one of a pair's two dims (`dim`); whichever
         these are, the dims of a run follow each other.
         """
-        pairs = self.format.key_dims(self.unit)
-        order = sorted(range(len(pairs)), key=lambda pair: (pairs[pair][1] - pairs[pair][0], pairs[pair]))
-        found: list[list[int]] = []
-        for size in (4, 2, 1):
-            for first in range(len(order)):
-                run = order[first : first + size]
-                dims = [[pairs[pair][half] for pair in run] for half in range(2)]
-                follow = all(each == list(range(each[0], each[0] + size)) and each[0] % size == 0 for each in dims)
-                if follow and not {*run} & {pair for other in found for pair in other}:
-                    found.append(run)
-        every = range(0, 2 * self.products, len(pairs))
-        return [[start + pair for pair in run] for start in every for run in found]
+        low, high = self.format.key_dims(self.unit)[0]
+        size = high - low  # pairs two apart alternate: (0, 2), (1, 3)
+        return [list(range(first, first + size)) for first in range(0, 2 * self.products, size)]
 
 
 def query_terms(fmt: Format, query_dtype: DTypeLike) -> int:
