@@ -580,6 +580,40 @@ def test_a_prefix_comes_back_where_there_is_room_for_its_blocks_and_no_more():
     assert pool.sequence(list(range(12))).num_tokens == 8
 
 
+def test_blocks_that_wait_for_the_copy_of_a_fork_are_held():
+    """A block from the host goes neither to one that a fork's copy reads nor to one that it writes."""
+    pool = BlockPool(4, 2, num_host_blocks=4)
+    other, parent = pool.sequence(), pool.sequence()
+    pool.append([other, parent], [2, 3])
+    other.swap_out()
+    pool.take_swaps()
+    child, dropped = parent.fork(), parent.fork()
+    assert pool.append([child, dropped], [1, 0]).tolist() == [[2, 0]]
+    parent.free()
+    dropped.free()
+    assert [pool.ref_cnt(block) for block in (2, 0)] == [1, 2]
+    other.swap_in()
+    assert other.blocks.tolist() == [3]
+    child.free()
+    assert pool.num_free == 1
+    assert pool.take_swaps().from_host.tolist() == [[0, 3]]
+    assert pool.num_free == 3
+
+
+def test_a_fork_that_is_preempted_before_its_copy_is_saved_from_where_its_tokens_are():
+    pool = BlockPool(6, 2, num_host_blocks=4)
+    parent = pool.sequence()
+    pool.append([parent], [3])
+    child = parent.fork()
+    assert pool.append([child], [1]).tolist() == [[1, 2]]
+    child.truncate(3)
+    grandchild = child.fork()
+    assert pool.append([grandchild], [1]).tolist() == [[1, 3]]
+    child.swap_out()
+    assert sorted(block for block, _ in pool.take_swaps().to_host.tolist()) == [0, 1]
+    assert pool.num_free == 6 - len({*parent.blocks.tolist(), *grandchild.blocks.tolist()})
+
+
 def test_states_are_swapped_with_their_sequences():
     pool = BlockPool(8, 2, num_states=1, num_host_blocks=4, num_host_states=1)
     one, two = pool.sequence(), pool.sequence()

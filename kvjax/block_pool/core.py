@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kvjax.block_pool.groups import Group, GroupTable, HasBlocks, as_groups, cached_prefix
 from kvjax.block_pool.hashes import Chain, root_hash
-from kvjax.block_pool.host import HostTier, States
+from kvjax.block_pool.host import ForkCopies, HostTier, States
 from kvjax.block_pool.store import BlockStore, BlockStored, as_num_blocks
 from kvjax.errors import KVCacheValueError
 from kvjax.spec import as_bool, as_int
@@ -43,6 +43,7 @@ class PoolCore:
         self._states = States(self.num_states, as_int("num_host_states", num_host_states, least=0))
         self.num_host_blocks = as_int("num_host_blocks", num_host_blocks, least=0)
         self._host = HostTier(self.num_host_blocks)
+        self._fork_copies = ForkCopies(self._store)
         if self.num_host_blocks:
             self._store.on_reuse = self._host.reuse
         self._num_resets = 0
@@ -50,12 +51,15 @@ class PoolCore:
     def _own_last_block(self, table: GroupTable, fresh: Iterator[int]) -> list[tuple[int, int]]:
         """Makes the last block of a table writable, replacing it if it is shared; returns the pairs to copy."""
         block = table.blocks[-1]
-        if self._store.ref_cnt[block] == 1:
+        if self._fork_copies.num_sequences(block) == 1:
             self._store.uncache(block)  # after truncate, a full block's hash is stale
             return []
         table.blocks[-1] = next(fresh)
+        source = self._fork_copies.content_of(block)
+        if self.num_host_blocks:  # without, nothing is written before the copies
+            self._fork_copies.add(source, table.blocks[-1])
         self._store.ref_cnt[block] -= 1
-        return [(block, table.blocks[-1])]
+        return [(source, table.blocks[-1])]
 
     def _chains(self, token_ids: array[int], salt: bytes) -> list[Chain]:
         return [Chain(token_ids, group.block_size, root_hash(salt, group.index)) for group in self.groups]

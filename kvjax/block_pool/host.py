@@ -114,6 +114,39 @@ class HostTier:
         return as_pairs(to_host), as_pairs(from_host)
 
 
+class ForkCopies:
+    """Copies of blocks that `append` returned, which the engine makes after the next swaps.
+
+    Until then blocks that they read or write are held: a block from the host goes to neither. The content of a block
+    that waits for its copy is that of the block it comes from.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._source: dict[int, int] = {}  # the block to write -> the one that it comes from
+        self._holds: collections.Counter[int] = collections.Counter()
+
+    def num_sequences(self, block: int) -> int:
+        """Returns the references to a block without those of copies."""
+        return self._store.ref_cnt[block] - self._holds[block]
+
+    def content_of(self, block: int) -> int:
+        """Returns the block that holds a block's content until copies are made."""
+        return self._source.get(block, block)
+
+    def add(self, source: int, block: int) -> None:
+        """Holds the blocks of a copy."""
+        self._source[block] = source
+        self._store.hold((source, block))
+        self._holds.update((source, block))
+
+    def take(self) -> None:
+        """Forgets the copies: the engine makes them now."""
+        self._store.release(self._holds.elements())
+        self._source.clear()
+        self._holds.clear()
+
+
 class States:
     """The state slots of a pool and of its host tier, and the copies that are to be made.
 

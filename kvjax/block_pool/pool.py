@@ -154,6 +154,7 @@ class BlockPool(PoolCore):
         First those to the host, then those from it, then those of states for forks, then what `append` returned.
         Without `num_host_blocks` and `num_host_states` there are only those for forks.
         """
+        self._fork_copies.take()
         return Swaps(*self._host.take(), *self._states.take())
 
     def take_events(self) -> list[BlockEvent]:
@@ -177,7 +178,8 @@ class BlockPool(PoolCore):
 
         Returns:
           int32 `[num_copies, 2]`: pairs of blocks (from, to) for `copy_blocks`, to copy before the new tokens are
-          written. Empty unless `PagedSequence.fork` was used.
+          written. Empty unless `PagedSequence.fork` was used. With `num_host_blocks`, these blocks are in use until
+          `take_swaps`.
 
         Raises:
           OutOfBlocksError: fewer blocks, or states, are free than this needs.
@@ -195,7 +197,8 @@ class BlockPool(PoolCore):
             for group, table in zip(self.groups, sequence._tables, strict=True)
             if sequence._num_tokens % group.block_size
         )
-        needed = sum(min(number, held[block] - dropped[block] - 1) for block, number in writers.items())
+        holders = self._fork_copies.num_sequences
+        needed = sum(min(number, holders(block) - dropped[block] - 1) for block, number in writers.items())
         needed += sum(sequence._num_missing(number) for sequence, number in growing)
         num_free = self.num_free + sum(held[block] == count for block, count in dropped.items())
         if needed > num_free:

@@ -232,7 +232,10 @@ class PagedSequence:
             pool._states.check_swap_out(self._state)
         live = [table.blocks[table.num_freed :] for table in self._tables]
         keys = [self._live_hashes(table) for table in self._tables]
-        placed = iter(pool._host.put([pair for of in zip(live, keys, strict=True) for pair in zip(*of, strict=True)]))
+        contents = [map(pool._fork_copies.content_of, blocks) for blocks in live]
+        placed = iter(
+            pool._host.put([pair for of in zip(contents, keys, strict=True) for pair in zip(*of, strict=True)])
+        )
         self._swapped = [[next(placed) for _ in blocks] for blocks in live]
         for table, blocks in zip(self._tables, live, strict=True):
             pool._store.release(blocks)
