@@ -78,11 +78,6 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         self._rotates_keys = False  # once scales are known
         self._in_fp8: bool | None = None  # whether attention to prompts uses fp8 products, once it is known
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Copies the sinks, in place for graphs that were recorded before weights were loaded again."""
-        if self._sinks is not None and (own := self._options["sinks"]) is not None:
-            own.copy_(self._sinks.detach())
-
     def rotate_keys(self) -> None:
         """Makes the layer store rotated keys, and rotate queries."""
         self._rotates_keys = True
@@ -117,6 +112,8 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
             self._take_memory_of_prompts(query, output)
             return output.fill_(0)
         stored = self._stored(layer, kv_cache)
+        if self._sinks is not None and (sinks := self._options["sinks"]) is not None:
+            sinks.copy_(self._sinks.detach())  # in each step, since weights may be updated in place without notice
         if not self._serves_prompts and query.is_cuda and not torch.cuda.is_current_stream_capturing():
             self._compile_for_prompts(query, output, stored)
         if (decodes := attn_metadata.decodes) is not None:

@@ -27,6 +27,7 @@ try:
     from kvjax_vllm.attention import KvjaxImpl
     from kvjax_vllm.mla import KvjaxMLAImpl, KvjaxMLAMetadataBuilder
     from kvjax_vllm.pages import LAYOUTS, packed_spec
+    from kvjax_vllm.scales import file_of_scales
     from kvjax_vllm.step import KvjaxMetadataBuilder
 except ImportError as error:
     raise kvjax_vllm.other_interface(error) from error
@@ -130,6 +131,8 @@ class KvjaxBackend(PagesBackend):
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is not None and vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
             return "ALiBi not supported"
+        if vllm_config is not None and vllm_config.cache_config.kv_sharing_fast_prefill:
+            return "kv_sharing_fast_prefill not supported: its steps may reach the host after they are divided there"
         return None
 
     @classmethod
@@ -137,6 +140,9 @@ class KvjaxBackend(PagesBackend):
         """The spec with the bytes of rows that are packed."""
         return packed_spec(spec)
 
+
+OWN_WRITES = frozenset({"kimi_k3"})
+"""Models whose layers write and expand latents themselves, with the checkpoint's scale."""
 
 FUSED_WRITE = "fuse_rope_kvcache_cat_mla"
 """A pass of vLLM's compilation that replaces a layer's write by vLLM's own operation."""
@@ -192,6 +198,8 @@ class KvjaxMLABackend(PagesBackend, MLACommonBackend):
             return f"kv_cache_dtype {kv_cache_dtype} of a model of {dtype} not supported"
         if getattr(getattr(vllm_config.compilation_config, "pass_config", None), FUSED_WRITE, False):
             return f"compilation pass {FUSED_WRITE} not supported: it writes latents itself, with another scale"
+        if model_config.hf_config.model_type in OWN_WRITES and file_of_scales(vllm_config) is not None:
+            return f"a file of scales for {model_config.hf_config.model_type} not supported: vLLM writes its latents"
         if getattr(getattr(vllm_config, "attention_config", None), "use_prefill_query_quantization", False):
             return "use_prefill_query_quantization not supported for latents"
         config, parallel = model_config.hf_text_config, vllm_config.parallel_config

@@ -22,6 +22,9 @@ SETTING = "additional_config['kvjax']"
 NVFP4_VALUES = KVQuantMode.NVFP4, KVQuantMode.CUSTOM  # the latter are mixed dtypes
 SCALED = KVQuantMode.FP8_PER_TENSOR, *NVFP4_VALUES
 
+DOUBLE_LAYERS = frozenset({"longcat_flash"})
+"""Models with two modules of attention in a layer, whose names end with the number of the layer and of the module."""
+
 type LayerScales = tuple[torch.Tensor, torch.Tensor]
 """`k_scale, v_scale`: float32 tensors of one element, or of one for each of the rank's KV heads."""
 
@@ -99,11 +102,10 @@ def scales_of_layers(vllm_config: Any, layers: Mapping[str, Any]) -> dict[str, L
     dtypes = {layer.kv_cache_dtype for layer in scaled.values()}
     by_dtype = {dtype: load_scales(path, vllm_config, dtype) for dtype in dtypes}
     for name, layer in scaled.items():
-        index = _index(name, layer)
-        by_index = by_dtype[layer.kv_cache_dtype]
-        if name.startswith("draft") or index >= len(by_index):  # a draft model's layer, which calibration did not see
+        if (index := _index(name, vllm_config, layers)) is None:
             continue
-        if (found := by_index[index]) is None:
+        by_index = by_dtype[layer.kv_cache_dtype]
+        if (found := by_index.get(index)) is None:
             raise KVCacheValueError(f"{path}: got no scales of layer {index}, expected those of {name!r}")
         k_scale, v_scale = (_of_rank(scale, layer.num_kv_heads, layer._k_scale.device) for scale in found)
         own[name] = k_scale, v_scale
@@ -120,15 +122,12 @@ def rotated_layers(vllm_config: Any, layers: Mapping[str, Any]) -> list[str]:
     """
     path = file_of_scales(vllm_config)
     rotated = kvjax.load_key_rotation(path) if path else ()
-    return [
-        name
-        for name, layer in layers.items()
-        if not name.startswith("draft") and _mode(layer) is not KVQuantMode.NONE and _index(name, layer) in rotated
-    ]
+    quantized = [name for name, layer in layers.items() if _mode(layer) is not KVQuantMode.NONE]
+    return [name for name in quantized if rotated and _index(name, vllm_config, layers) in rotated]
 
 
-def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None]:
-    """The scales that a file has for each of the model's layers, None for layers that it does not name.
+def load_scales(path: str, vllm_config: Any, dtype: str) -> dict[int, KVScales | None]:
+    """The scales that a file has for the model's layers that it names, by their indices.
 
     Raises:
       KVCacheValueError: scales of layers that the model does not have, or invalid ones.
@@ -146,13 +145,20 @@ def load_scales(path: str, vllm_config: Any, dtype: str) -> list[KVScales | None
     skipped = [*{*model.layer_indices} - named]  # of which no scale is missed
     rotated = kvjax.load_key_rotation(path)
     scales = kvjax.load_kv_scales(path, model, dtype, skip_layers=skipped, key_rotation=rotated)
-    by_index = dict(zip(model.layer_indices, scales, strict=True))
-    return [by_index[index] if index in named else None for index in range(model.num_hidden_layers)]
+    by_index = zip(model.layer_indices, scales, strict=True)
+    return {index: found for index, found in by_index if index in named}
 
 
-def _index(name: str, layer: Any) -> int:
-    """The index of the layer whose cache a layer reads."""
-    index: int = extract_layer_index(getattr(layer, "kv_sharing_target_layer_name", None) or name)
+def _index(name: str, vllm_config: Any, layers: Mapping[str, Any]) -> int | None:
+    """The index in the model of the layer whose cache a layer reads; None for one of a draft model.
+
+    A draft model's layers may have any names, and calibration did not see them.
+    """
+    owner = getattr(layers[name], "kv_sharing_target_layer_name", None) or name
+    if layers.get(owner, layers[name]).is_draft_layer:
+        return None
+    is_double = vllm_config.model_config.hf_config.model_type in DOUBLE_LAYERS
+    index: int = extract_layer_index(owner, 2 if is_double else 1)
     return index
 
 

@@ -39,12 +39,14 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
     get_kv_quant_mode,
 )
+from vllm.v1.spec_decode.utils import extend_all_queries_by_N
 
 import kvjax
 import kvjax_torch
 import kvjax_vllm
 import kvjax_vllm.attention as attention_of_layers
 from kvjax import KVCacheValueError, UnsupportedError
+from kvjax_vllm.step import KvjaxMetadata
 
 kvjax_vllm.register()
 BACKEND = AttentionBackendEnum[kvjax_vllm.NAME].get_class()
@@ -307,6 +309,34 @@ def test_steps_are_divided_by_their_query_lengths():
     }
 
 
+@pytest.mark.parametrize("new", [1, 2])
+def test_a_drafts_first_pass_sees_the_tokens_that_it_adds(new: int):
+    """vLLM adds them to the lengths of sequences, but not to the upper bound that the host knows."""
+    spec, _ = cache_of("auto", LAYOUTS[0], torch.bfloat16)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        use_v2_model_runner=True,
+    )
+    builder = BACKEND.get_builder_cls()(spec, ["1"], config, torch.device("cpu"))
+    bounds, lens = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([2 * BLOCK_SIZE, 20], dtype=torch.int32)
+    step = CommonAttentionMetadata(
+        query_start_loc=bounds,
+        query_start_loc_cpu=bounds,
+        seq_lens=lens,
+        num_reqs=2,
+        num_actual_tokens=6,
+        max_query_len=3,
+        max_seq_len=2 * BLOCK_SIZE,
+        block_table_tensor=torch.arange(16, dtype=torch.int32).view(2, 8),
+        slot_mapping=torch.arange(6),
+        seq_lens_cpu_upper_bound=lens,
+    )
+    longer = extend_all_queries_by_N(step, new, torch.arange(3, dtype=torch.int32), torch.arange(6 + 2 * new))
+    metadata = builder.build(0, longer)
+    assert metadata.prompts.block_table.shape == (2, 3)
+
+
 def test_a_prompts_table_has_the_columns_that_its_step_needs():
     metadata = run("auto", LAYOUTS[0], STEPS["decodes and prompts"]).metadata
     assert metadata.prompts.block_table.shape == (2, 3)
@@ -424,12 +454,16 @@ def test_what_is_not_served_is_refused_by_name(changed: dict[str, Any], reason: 
     assert reason in found[-1]
 
 
-def test_alibi_is_refused_by_name():
+def test_alibi_and_fast_prefill_are_refused_by_name():
     config = SimpleNamespace(
-        model_config=SimpleNamespace(uses_alibi=True), compilation_config=SimpleNamespace(custom_ops=[])
+        model_config=SimpleNamespace(uses_alibi=True),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=True),
+        compilation_config=SimpleNamespace(custom_ops=[]),
     )
     with set_current_vllm_config(config):
         assert BACKEND.validate_configuration(**ACCEPTED) == ["ALiBi not supported"]
+        config.model_config.uses_alibi = False
+        assert "kv_sharing_fast_prefill not supported" in BACKEND.validate_configuration(**ACCEPTED)[0]
     with pytest.raises(UnsupportedError, match="alibi_slopes"):
         BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, [1.0] * HEADS)
 
@@ -511,7 +545,7 @@ def scaled_config(path: Any, num_layers: int = 2, **settings: Any) -> Any:
     own = settings or {"scales": str(path)}
     return SimpleNamespace(
         additional_config={"kvjax": own},
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: hf_config)),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="llama", to_dict=lambda: hf_config)),
         cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
     )
 
@@ -521,6 +555,7 @@ def scaled_layers(dtype: str, num_layers: int = 2) -> dict[str, Any]:
         return SimpleNamespace(
             kv_cache_dtype=dtype,
             kv_sharing_target_layer_name=None,
+            is_draft_layer=False,
             num_kv_heads=KV_HEADS,
             _k_scale=torch.tensor(1.0),
             _v_scale=torch.tensor(1.0),
@@ -609,6 +644,7 @@ def test_scales_of_each_head_are_divided_among_ranks(tmp_path: Any, monkeypatch:
     ("scales", "message"),
     [
         ({0: 0.25}, "no scales of layer 1"),
+        ({1: 0.25}, "no scales of layer 0"),
         ({0: 0.25, 1: 0.25, 2: 0.25}, "scales of layer 2, expected those of a model of 2"),
     ],
 )
@@ -618,6 +654,39 @@ def test_a_file_of_another_model_is_refused_before_serving(tmp_path: Any, scales
     path = scale_file(tmp_path / "scales.safetensors", scales)
     with pytest.raises(KVCacheValueError, match=message):
         scales_of_layers(scaled_config(path), scaled_layers("nvfp4"))
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.self_attn.attn", "model.layers.2.self_attn.attn", "draft.0.1.attn"])
+def test_a_draft_models_layers_keep_their_scales_unless_they_read_the_models_pages(tmp_path: Any, name: str):
+    """Whatever their names: vLLM marks them."""
+    from kvjax_vllm.scales import rotated_layers, scales_of_layers
+
+    rotation = {"kvjax_key_rotation": "0", "kvjax_amax_divisor": "2688"}
+    config = scaled_config(scale_file(tmp_path / "scales.safetensors", {0: 0.25, 1: 0.125}, **rotation))
+    layers = scaled_layers("nvfp4")
+    first, *_ = layers
+    [layers[name]] = scaled_layers("nvfp4", num_layers=1).values()
+    layers[name].is_draft_layer = True
+    assert scales_of_layers(config, layers)[name] == (torch.tensor(1.0), torch.tensor(1.0))
+    assert rotated_layers(config, layers) == [first]
+    layers[name].kv_sharing_target_layer_name = first
+    assert scales_of_layers(config, layers)[name] == (torch.tensor(0.25), torch.tensor(0.25))
+    assert rotated_layers(config, layers) == [first, name]
+
+
+def test_a_layer_with_two_modules_of_attention_has_the_scales_of_each(tmp_path: Any):
+    """LongCat-Flash. Without a file no name is read."""
+    from kvjax_vllm.scales import rotated_layers, scales_of_layers
+
+    layers = scaled_layers("fp8", num_layers=4)
+    layers = {f"model.layers.{i // 2}.self_attn.{i % 2}.attn": each for i, each in enumerate(layers.values())}
+    config = scaled_config(scale_file(tmp_path / "scales.safetensors", {i: 0.5**i for i in range(4)}), num_layers=4)
+    config.model_config.hf_config.model_type = "longcat_flash"
+    assert [k_scale.item() for k_scale, _ in scales_of_layers(config, layers).values()] == [1, 0.5, 0.25, 0.125]
+    assert rotated_layers(config, layers) == []
+    config.additional_config = {}
+    assert len(scales_of_layers(config, layers)) == 4
+    assert rotated_layers(config, layers) == []
 
 
 @pytest.mark.parametrize("settings", [{"scale": "f"}, {"scales": 1}, {"scales": "f", "exact_window": 64}])
@@ -677,15 +746,17 @@ def test_prompts_can_be_compiled_before_any_comes():
         impl._compile_for_prompts(query, query.clone(), stored)
 
 
-def test_sinks_are_copied_in_place_when_weights_are_loaded_again():
-    """vLLM's sleep discards them, and graphs read the copy where it was."""
+def test_a_step_reads_the_sinks_that_the_weights_have_then():
+    """Weights may be updated in place, and vLLM's sleep discards the copy; graphs read it where it was."""
     sinks = torch.linspace(-1, 1, HEADS).bfloat16()
     impl = BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, sinks=sinks)
-    impl.process_weights_after_loading(torch.bfloat16)
     copy = impl._options["sinks"]
-    at = copy.data_ptr()
-    copy.fill_(torch.nan)
-    sinks.mul_(2)
-    impl.process_weights_after_loading(torch.bfloat16)
-    assert impl._options["sinks"].data_ptr() == at
-    assert torch.equal(copy, sinks.float())
+    _, views = cache_of("auto", LAYOUTS[0], torch.bfloat16)
+    query, one = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16), torch.tensor(1.0)
+    for _ in range(2):
+        copy.fill_(torch.nan)
+        sinks.mul_(2)
+        layer = SimpleNamespace(_k_scale=one, _v_scale=one)
+        impl.forward(layer, query, query, query, views[0], KvjaxMetadata(None, None), query)
+        assert torch.equal(copy, sinks.float())
+    assert impl._options["sinks"] is copy

@@ -395,8 +395,12 @@ def config_with(heads: int = 128, rank: int = 512, rope: int = 64, drafts: int =
     speculative = SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False) if drafts else None
     return SimpleNamespace(
         compilation_config=SimpleNamespace(custom_ops=[]),
+        additional_config={},
         model_config=SimpleNamespace(
-            hf_text_config=sizes, get_num_attention_heads=lambda parallel: heads, dtype=torch.bfloat16
+            hf_config=SimpleNamespace(model_type="deepseek_v3"),
+            hf_text_config=sizes,
+            get_num_attention_heads=lambda parallel: heads,
+            dtype=torch.bfloat16,
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         speculative_config=speculative,
@@ -413,6 +417,12 @@ def test_what_writes_or_reads_latents_with_another_scale_is_refused():
     config.compilation_config.pass_config = SimpleNamespace(fuse_rope_kvcache_cat_mla=True)
     with set_current_vllm_config(config):
         assert "fuse_rope_kvcache_cat_mla" in BACKEND.validate_configuration(**ACCEPTED)[0]
+    config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+    config.model_config.hf_config.model_type = "kimi_k3"
+    with set_current_vllm_config(config):
+        assert BACKEND.validate_configuration(**ACCEPTED) == []
+        config.additional_config = {"kvjax": {"scales": "scales.safetensors"}}
+        assert "a file of scales for kimi_k3" in BACKEND.validate_configuration(**ACCEPTED)[0]
 
 
 @pytest.mark.parametrize("dtype", BACKEND.supported_kv_cache_dtypes)
