@@ -302,21 +302,28 @@ _SAME_ERROR = 1e-4
 
 
 def _with_least_error(read: _Reader, scales: Mapping[_Tensor, np.ndarray]) -> dict[_Tensor, np.ndarray]:
-    """Returns for each scale the one of `_RATIOS` with the least sum of squared errors of the samples."""
-    tried = {tensor: np.clip(_RATIOS[:, None] * scale, MIN_SCALE, MAX_SCALE) for tensor, scale in scales.items()}
-    results = read(
-        lambda tensor: (jnp.zeros(tried[tensor].shape, jnp.float32), jnp.asarray(tried[tensor])), _add_errors
-    )
+    """Returns for each scale the one of `_RATIOS` with the least sum of squared errors of the samples.
+
+    Where all sums are equal, as those of zeros are, it is the scale itself.
+    """
+
+    def start(tensor: _Tensor) -> _State:
+        tried = np.clip(_RATIOS[:, None] * scales[tensor], MIN_SCALE, MAX_SCALE)
+        per_unit = np.ldexp(np.float32(1), -np.frexp(scales[tensor])[1])
+        return jnp.zeros(tried.shape, jnp.float32), jnp.asarray(tried), jnp.asarray(per_unit)
+
     best = {}
-    for tensor, (errors, of_tensor) in results.items():
-        first = np.argmax(errors <= errors.min(axis=0) * (1 + _SAME_ERROR), axis=0)
-        best[tensor] = np.take_along_axis(of_tensor, first[None], axis=0)[0]
+    for tensor, (errors, tried, _) in read(start, _add_errors).items():
+        least = errors.min(axis=0)
+        first = np.argmax(errors <= least * (1 + _SAME_ERROR), axis=0)
+        first = np.where(errors.max(axis=0) == least, np.flatnonzero(_RATIOS == 1), first)
+        best[tensor] = np.take_along_axis(tried, first[None], axis=0)[0]
     return best
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool) -> _State:
-    errors, tried = state
+    errors, tried, per_unit = state
 
     def squared_error(scale: jax.Array) -> jax.Array:
         scale = scale[:, None] if per_head else scale[0]
@@ -324,6 +331,8 @@ def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool
         stored = lax.optimization_barrier(encode_rows(x, dtype, scale))
         read = decode_rows(stored, dtype, scale, np.dtype(np.float32))
         error = jnp.where(jnp.isnan(x), 0.0, read - x.astype(jnp.float32))
+        # In units near the scale, squares do not underflow or overflow. The units are powers of two: no bit is lost.
+        error = error * (per_unit[:, None] if per_head else per_unit[0])
         return jnp.sum(_by_scale(error * error, per_head), axis=1)
 
-    return errors + lax.map(squared_error, tried), tried
+    return errors + lax.map(squared_error, tried), tried, per_unit

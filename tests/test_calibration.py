@@ -263,8 +263,27 @@ def test_samples_of_zeros_are_warned_of(method: str):
     ]
     assert [warning.filename for warning in caught] == [__file__] * 2
     assert scales.k_scale[0] < 1
-    if method != "mse":
-        assert [*scales.k_scale[1:], *scales.v_scale] == [1] * 5
+    assert [*scales.k_scale[1:], *scales.v_scale] == [1] * 5
+
+
+@pytest.mark.filterwarnings("ignore:samples. the keys")
+def test_all_zero_keys_get_a_scale_of_one_by_mse():
+    specs, key = (E5M2, NVFP4), np.zeros((8, 3, 32), np.float32)
+    for scales in calibrate(specs, [[(key, heavy_tails(0, 8, 3, 32))] * 2], method="mse"):
+        assert scales.k_scale == 1
+
+
+@pytest.mark.parametrize("exponent", [-80, 70])
+def test_the_scale_of_the_least_error_goes_with_the_magnitude(exponent: int):
+    """Squared errors of such magnitudes do not fit float32."""
+    samples = [[tuple(x * np.float32(2.0**exponent) for x in layer) for layer in batch] for batch in SAMPLES]
+    by_head = calibrate(SPECS, SAMPLES, method="mse", per_head=True)
+    for layer, (expected, found) in enumerate(
+        zip(by_head, calibrate(SPECS, samples, method="mse", per_head=True), strict=True)
+    ):
+        for its_expected, its_found in zip(expected, found, strict=True):
+            factor = 1 if SPECS[layer] is BF16 else np.float32(2.0**exponent)
+            np.testing.assert_array_equal(its_found, its_expected * factor)
 
 
 def test_scales_stay_in_the_range_that_operations_take():
