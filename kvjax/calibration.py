@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown, type_name
 from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
@@ -52,8 +53,9 @@ def calibrate(
 
     - `"amax"`: `largest magnitude / largest value of the dtype`, which is 448 for fp8_e4m3, 57344 for fp8_e5m2, 6 * 448
       for NVFP4. No sample is clamped.
-    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64. Larger values
-      are clamped; all others are stored in finer steps.
+    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64: one below
+      `2**-40` to that, one of `2**40` or more to the largest magnitude. Larger values are clamped; all others are
+      stored in finer steps.
     - `"mse"`: tries 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24. For each it sums the
       squared errors of the samples after they are stored and read back. It takes the largest scale whose sum is within
       0.01% of the least. Reads the samples twice.
@@ -74,7 +76,8 @@ def calibrate(
     Raises:
       KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
         percentile out of range; `per_head` without a layer that takes a scale per head.
-      KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator.
+      KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator;
+        a percentile that is no number.
 
     Warns:
       KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.
@@ -82,6 +85,11 @@ def calibrate(
     specs = as_specs(specs)
     if method not in list(CalibrationMethod):
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
+    if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
+        raise KVCacheTypeError(
+            f"percentile: got {shown(percentile)} of type {type_name(percentile)}, expected a number above 0 and at"
+            " most 100"
+        )
     if not 0 < percentile <= 100:
         raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected above 0 and at most 100")
     if per_head and not any(part.info.takes_head_scales for spec in specs if not spec.is_mla for part in spec.parts):
@@ -256,8 +264,8 @@ def _by_scale(x: jax.Array, per_head: bool) -> jax.Array:
 # A histogram's bins are float32 bit patterns without the lower 17 bits: 64 bins per power of two.
 _BIN_SHIFT = 17
 _FIRST_BIN = int(np.float32(2.0**-40).view(np.int32)) >> _BIN_SHIFT
-NUM_BINS = (int(np.float32(2.0**40).view(np.int32)) >> _BIN_SHIFT) - _FIRST_BIN
-"""Magnitudes from 2^-40 to 2^40; the first and the last bin also hold smaller and larger ones."""
+NUM_BINS = (int(np.float32(2.0**40).view(np.int32)) >> _BIN_SHIFT) - _FIRST_BIN + 1
+"""Magnitudes from 2^-40; the first bin also holds smaller ones, the last one all from 2^40 on."""
 
 
 def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarray]:
@@ -274,6 +282,7 @@ def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarr
         wanted = np.ceil(up_to[:, -1] * (percentile / 100))
         last = np.argmax(up_to >= wanted[:, None], axis=1)
         ends = ((last + 1 + _FIRST_BIN) << _BIN_SHIFT).astype(np.int32).view(np.float32)
+        ends = np.where(last == NUM_BINS - 1, amax, ends)
         scales[tensor] = _scales(tensor, np.minimum(ends, amax), amax)
     return scales
 

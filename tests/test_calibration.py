@@ -204,7 +204,25 @@ def test_magnitudes_past_the_histogram_are_in_its_ends():
         calibrate([spec], [[(x, x)]], method="percentile", percentile=percentile) for percentile in (50, 100)
     )
     assert median.k_scale * 448 == pytest.approx(2.0**-40, rel=1 / 64)
-    assert largest.k_scale * 448 == pytest.approx(2.0**40, rel=1 / 64)
+    assert largest.k_scale == np.float32(2.0**60) / np.float32(448)
+
+
+def test_a_percentile_just_below_the_end_of_the_histogram_is_rounded_up_by_no_more_than_others():
+    x = np.full((4, 1, 16), 2.0**40 * (1 - 2**-10), np.float32)
+    x[0] = 2.0**60
+    spec = FullAttentionSpec(16, 1, 16, dtype=KVCacheDType.FP8_E4M3)
+    [found] = calibrate([spec], [[(x, x)]], method="percentile", percentile=75)
+    assert found.k_scale == np.float32(2.0**40) / np.float32(448)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, 2.0**10])
+def test_a_percentile_past_the_histogram_is_the_largest_magnitude(factor: float):
+    x = np.full((4, 1, 16), factor * 2.0**40, np.float32)
+    x[:2] /= 2
+    spec = FullAttentionSpec(16, 1, 16, dtype=KVCacheDType.FP8_E4M3)
+    for percentile in (75, 100):
+        [found] = calibrate([spec], [[(x, x)]], method="percentile", percentile=percentile)
+        assert found.k_scale == x.max() / np.float32(448)
 
 
 def test_zeros_do_not_count_in_a_percentile():
@@ -332,6 +350,12 @@ def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], message: 
     with pytest.raises(KVCacheValueError) as raised:
         calibrate(**{"specs": SPECS, "samples": SAMPLES} | change)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("percentile", ["99", None, True, 99j, np.array([99.0])], ids=repr)
+def test_a_percentile_that_is_no_number_is_refused_by_type(percentile: Any):
+    with pytest.raises(KVCacheTypeError, match=r"percentile: got .* of type .*, expected a number above 0 and at most"):
+        calibrate(SPECS, SAMPLES, method="percentile", percentile=percentile)
 
 
 @pytest.mark.parametrize(
