@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import numbers
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from kvjax.dtypes import KVCacheDType
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, KVCacheWarning, for_torch, got_expected, shown, type_name
 from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
@@ -52,8 +53,9 @@ def calibrate(
 
     - `"amax"`: `largest magnitude / largest value of the dtype`, which is 448 for fp8_e4m3, 57344 for fp8_e5m2, 6 * 448
       for NVFP4. No sample is clamped.
-    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64. Larger values
-      are clamped; all others are stored in finer steps.
+    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64: one below
+      `2**-40` to that, one of `2**40` or more to the largest magnitude. Larger values are clamped; all others are
+      stored in finer steps.
     - `"mse"`: tries 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24. For each it sums the
       squared errors of the samples after they are stored and read back. It takes the largest scale whose sum is within
       0.01% of the least. Reads the samples twice.
@@ -74,7 +76,8 @@ def calibrate(
     Raises:
       KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
         percentile out of range; `per_head` without a layer that takes a scale per head.
-      KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator.
+      KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator;
+        a percentile that is no number.
 
     Warns:
       KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.
@@ -82,6 +85,11 @@ def calibrate(
     specs = as_specs(specs)
     if method not in list(CalibrationMethod):
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
+    if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
+        raise KVCacheTypeError(
+            f"percentile: got {shown(percentile)} of type {type_name(percentile)}, expected a number above 0 and at"
+            " most 100"
+        )
     if not 0 < percentile <= 100:
         raise KVCacheValueError(f"percentile: got {shown(percentile)}, expected above 0 and at most 100")
     if per_head and not any(part.info.takes_head_scales for spec in specs if not spec.is_mla for part in spec.parts):
@@ -256,8 +264,8 @@ def _by_scale(x: jax.Array, per_head: bool) -> jax.Array:
 # A histogram's bins are float32 bit patterns without the lower 17 bits: 64 bins per power of two.
 _BIN_SHIFT = 17
 _FIRST_BIN = int(np.float32(2.0**-40).view(np.int32)) >> _BIN_SHIFT
-NUM_BINS = (int(np.float32(2.0**40).view(np.int32)) >> _BIN_SHIFT) - _FIRST_BIN
-"""Magnitudes from 2^-40 to 2^40; the first and the last bin also hold smaller and larger ones."""
+NUM_BINS = (int(np.float32(2.0**40).view(np.int32)) >> _BIN_SHIFT) - _FIRST_BIN + 1
+"""Magnitudes from 2^-40; the first bin also holds smaller ones, the last one all from 2^40 on."""
 
 
 def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarray]:
@@ -274,6 +282,7 @@ def _from_percentile(read: _Reader, percentile: float) -> dict[_Tensor, np.ndarr
         wanted = np.ceil(up_to[:, -1] * (percentile / 100))
         last = np.argmax(up_to >= wanted[:, None], axis=1)
         ends = ((last + 1 + _FIRST_BIN) << _BIN_SHIFT).astype(np.int32).view(np.float32)
+        ends = np.where(last == NUM_BINS - 1, amax, ends)
         scales[tensor] = _scales(tensor, np.minimum(ends, amax), amax)
     return scales
 
@@ -302,21 +311,28 @@ _SAME_ERROR = 1e-4
 
 
 def _with_least_error(read: _Reader, scales: Mapping[_Tensor, np.ndarray]) -> dict[_Tensor, np.ndarray]:
-    """Returns for each scale the one of `_RATIOS` with the least sum of squared errors of the samples."""
-    tried = {tensor: np.clip(_RATIOS[:, None] * scale, MIN_SCALE, MAX_SCALE) for tensor, scale in scales.items()}
-    results = read(
-        lambda tensor: (jnp.zeros(tried[tensor].shape, jnp.float32), jnp.asarray(tried[tensor])), _add_errors
-    )
+    """Returns for each scale the one of `_RATIOS` with the least sum of squared errors of the samples.
+
+    Where all sums are equal, as those of zeros are, it is the scale itself.
+    """
+
+    def start(tensor: _Tensor) -> _State:
+        tried = np.clip(_RATIOS[:, None] * scales[tensor], MIN_SCALE, MAX_SCALE)
+        per_unit = np.ldexp(np.float32(1), -np.frexp(scales[tensor])[1])
+        return jnp.zeros(tried.shape, jnp.float32), jnp.asarray(tried), jnp.asarray(per_unit)
+
     best = {}
-    for tensor, (errors, of_tensor) in results.items():
-        first = np.argmax(errors <= errors.min(axis=0) * (1 + _SAME_ERROR), axis=0)
-        best[tensor] = np.take_along_axis(of_tensor, first[None], axis=0)[0]
+    for tensor, (errors, tried, _) in read(start, _add_errors).items():
+        least = errors.min(axis=0)
+        first = np.argmax(errors <= least * (1 + _SAME_ERROR), axis=0)
+        first = np.where(errors.max(axis=0) == least, np.flatnonzero(_RATIOS == 1), first)
+        best[tensor] = np.take_along_axis(tried, first[None], axis=0)[0]
     return best
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool) -> _State:
-    errors, tried = state
+    errors, tried, per_unit = state
 
     def squared_error(scale: jax.Array) -> jax.Array:
         scale = scale[:, None] if per_head else scale[0]
@@ -324,6 +340,8 @@ def _add_errors(x: jax.Array, state: _State, dtype: KVCacheDType, per_head: bool
         stored = lax.optimization_barrier(encode_rows(x, dtype, scale))
         read = decode_rows(stored, dtype, scale, np.dtype(np.float32))
         error = jnp.where(jnp.isnan(x), 0.0, read - x.astype(jnp.float32))
+        # In units near the scale, squares do not underflow or overflow. The units are powers of two: no bit is lost.
+        error = error * (per_unit[:, None] if per_head else per_unit[0])
         return jnp.sum(_by_scale(error * error, per_head), axis=1)
 
-    return errors + lax.map(squared_error, tried), tried
+    return errors + lax.map(squared_error, tried), tried, per_unit

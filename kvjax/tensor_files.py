@@ -19,10 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from kvjax.errors import KVCacheTypeError, KVCacheValueError, is_of_torch, shown
+from kvjax.errors import KVCacheTypeError, KVCacheValueError, is_of_torch, kind_of, shown
 
 INDEX = "model.safetensors.index.json"
 """Maps each tensor of a folder to its file."""
@@ -64,7 +65,7 @@ def open_tensors(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Tens
       KVCacheValueError: a folder without such files; a file that is malformed, or not a regular file; an index that
         names files that are not there, or hold no such tensor; a tensor of which two files hold different values. On
         opening, or on reading a tensor. The message names the file.
-      KVCacheTypeError: neither a path nor a mapping from strings.
+      KVCacheTypeError: neither a path nor a mapping from strings. On reading, a tensor that is not of real numbers.
       OSError: `checkpoint` does not exist, or a file cannot be read.
     """
     if isinstance(checkpoint, Mapping):
@@ -317,12 +318,18 @@ def _no_constant(name: str) -> Any:
 
 
 def _as_float32(name: str, tensor: Any) -> np.ndarray:
+    got = f"dtype {tensor.dtype}" if hasattr(tensor, "dtype") else kind_of(tensor)
     if is_of_torch(tensor):
-        tensor = tensor.detach().cpu().float().numpy()  # NumPy lacks torch's narrow float dtypes
+        tensor = tensor.detach().cpu()
+        tensor = (tensor.float() if tensor.is_floating_point() else tensor).numpy()  # NumPy lacks narrow floats
     try:
-        return _to_float32(np.asarray(tensor))
-    except (TypeError, ValueError):
-        raise KVCacheTypeError(f"{name}: got a {type(tensor).__name__}, expected an array of numbers") from None
+        array = np.asarray(tensor)
+        is_number = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    except (TypeError, ValueError):  # lists of different lengths
+        is_number = False
+    if not is_number:  # NumPy would convert a bool, a complex number, and the text of a number
+        raise KVCacheTypeError(f"{name}: got {got}, expected an array of numbers")
+    return _to_float32(array)
 
 
 def _to_float32(array: np.ndarray) -> np.ndarray:

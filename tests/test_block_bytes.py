@@ -345,6 +345,12 @@ def test_a_device_without_memory_changes_no_cache(monkeypatch: pytest.MonkeyPatc
         (lambda cache: export_blocks(cache, [2**40]), KVCacheValueError, "blocks: got 1099511627776, expected an int"),
         (lambda cache: export_blocks(cache, [1.0]), KVCacheTypeError, "blocks: got dtype float64, expected integers"),
         (lambda cache: export_blocks(cache, 1), KVCacheValueError, r"blocks: got shape \(\), expected \[num_blocks\]"),
+        (
+            lambda cache: export_blocks(cache, [[1], [1, 2]]),
+            KVCacheValueError,
+            r"blocks: got \[\[1\], \[1, 2\]\], expected integers \[num_blocks\]",
+        ),
+        (lambda cache: import_blocks(b"", cache, [[1], [1, 2]]), KVCacheValueError, r"blocks: got \[\[1\], \[1, 2\]\]"),
         (lambda cache: export_blocks([], [1]), KVCacheValueError, r"caches: got \[\], expected at least one KVCache"),
         (
             lambda cache: export_blocks([cache, 3], [1]),
@@ -352,6 +358,16 @@ def test_a_device_without_memory_changes_no_cache(monkeypatch: pytest.MonkeyPatc
             r"caches\[1\]: got an int, expected a KVCache",
         ),
         (lambda cache: export_blocks([cache] * 2, [1]), KVCacheValueError, "caches: got a cache twice"),
+        (
+            lambda cache: export_blocks(cache, [1], hashes=None),
+            KVCacheTypeError,
+            "hashes: got None, expected a sequence",
+        ),
+        (
+            lambda cache: export_blocks(cache, [1], hashes=b"a"),
+            KVCacheTypeError,
+            "hashes: got a bytes, expected a sequ",
+        ),
         (lambda cache: export_blocks(cache, [1], hashes=HASHES), KVCacheValueError, "hashes: got 2, expected at most"),
         (lambda cache: export_blocks(cache, [1], hashes=["a"]), KVCacheTypeError, r"hashes\[0\]: got a str, expected"),
         (lambda cache: export_blocks(cache, [1], hashes=[b"a"]), KVCacheValueError, r"hashes\[0\]: got 1 bytes, expec"),

@@ -204,7 +204,25 @@ def test_magnitudes_past_the_histogram_are_in_its_ends():
         calibrate([spec], [[(x, x)]], method="percentile", percentile=percentile) for percentile in (50, 100)
     )
     assert median.k_scale * 448 == pytest.approx(2.0**-40, rel=1 / 64)
-    assert largest.k_scale * 448 == pytest.approx(2.0**40, rel=1 / 64)
+    assert largest.k_scale == np.float32(2.0**60) / np.float32(448)
+
+
+def test_a_percentile_just_below_the_end_of_the_histogram_is_rounded_up_by_no_more_than_others():
+    x = np.full((4, 1, 16), 2.0**40 * (1 - 2**-10), np.float32)
+    x[0] = 2.0**60
+    spec = FullAttentionSpec(16, 1, 16, dtype=KVCacheDType.FP8_E4M3)
+    [found] = calibrate([spec], [[(x, x)]], method="percentile", percentile=75)
+    assert found.k_scale == np.float32(2.0**40) / np.float32(448)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01, 2.0**10])
+def test_a_percentile_past_the_histogram_is_the_largest_magnitude(factor: float):
+    x = np.full((4, 1, 16), factor * 2.0**40, np.float32)
+    x[:2] /= 2
+    spec = FullAttentionSpec(16, 1, 16, dtype=KVCacheDType.FP8_E4M3)
+    for percentile in (75, 100):
+        [found] = calibrate([spec], [[(x, x)]], method="percentile", percentile=percentile)
+        assert found.k_scale == x.max() / np.float32(448)
 
 
 def test_zeros_do_not_count_in_a_percentile():
@@ -263,8 +281,27 @@ def test_samples_of_zeros_are_warned_of(method: str):
     ]
     assert [warning.filename for warning in caught] == [__file__] * 2
     assert scales.k_scale[0] < 1
-    if method != "mse":
-        assert [*scales.k_scale[1:], *scales.v_scale] == [1] * 5
+    assert [*scales.k_scale[1:], *scales.v_scale] == [1] * 5
+
+
+@pytest.mark.filterwarnings("ignore:samples. the keys")
+def test_all_zero_keys_get_a_scale_of_one_by_mse():
+    specs, key = (E5M2, NVFP4), np.zeros((8, 3, 32), np.float32)
+    for scales in calibrate(specs, [[(key, heavy_tails(0, 8, 3, 32))] * 2], method="mse"):
+        assert scales.k_scale == 1
+
+
+@pytest.mark.parametrize("exponent", [-80, 70])
+def test_the_scale_of_the_least_error_goes_with_the_magnitude(exponent: int):
+    """Squared errors of such magnitudes do not fit float32."""
+    samples = [[tuple(x * np.float32(2.0**exponent) for x in layer) for layer in batch] for batch in SAMPLES]
+    by_head = calibrate(SPECS, SAMPLES, method="mse", per_head=True)
+    for layer, (expected, found) in enumerate(
+        zip(by_head, calibrate(SPECS, samples, method="mse", per_head=True), strict=True)
+    ):
+        for its_expected, its_found in zip(expected, found, strict=True):
+            factor = 1 if SPECS[layer] is BF16 else np.float32(2.0**exponent)
+            np.testing.assert_array_equal(its_found, its_expected * factor)
 
 
 def test_scales_stay_in_the_range_that_operations_take():
@@ -313,6 +350,12 @@ def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], message: 
     with pytest.raises(KVCacheValueError) as raised:
         calibrate(**{"specs": SPECS, "samples": SAMPLES} | change)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("percentile", ["99", None, True, 99j, np.array([99.0])], ids=repr)
+def test_a_percentile_that_is_no_number_is_refused_by_type(percentile: Any):
+    with pytest.raises(KVCacheTypeError, match=r"percentile: got .* of type .*, expected a number above 0 and at most"):
+        calibrate(SPECS, SAMPLES, method="percentile", percentile=percentile)
 
 
 @pytest.mark.parametrize(

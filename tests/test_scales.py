@@ -419,6 +419,44 @@ def test_a_mapping_without_names_or_numbers_is_refused():
         load_kv_scales({"layers.0.attn.k_scale": "one"}, FP8_MODEL)
 
 
+@pytest.mark.parametrize(
+    ("scale", "got"),
+    [
+        ("0.5", "a str"),
+        (b"0.5", "a bytes"),
+        (True, "a bool"),
+        (0.5j, "a complex"),
+        (None, "None"),
+        (["0.5"], "a list"),
+        ([[0.5], [0.5, 0.25]], "a list"),
+        (np.array("0.5"), "dtype <U3"),
+        (np.array([True]), "dtype bool"),
+        (np.complex64(0.5), "dtype complex64"),
+        (np.array(0.5, object), "dtype object"),
+        (jnp.array(True), "dtype bool"),
+    ],
+    ids=repr,
+)
+def test_a_scale_that_is_no_number_is_refused_by_type(scale: Any, got: str):
+    tensors = {"layers.0.attn.k_scale": scale}
+    with pytest.raises(KVCacheTypeError, match=rf"layers\.0\.attn\.k_scale: got {got}, expected an array of numbers"):
+        load_kv_scales(tensors, FP8_MODEL)
+
+
+def test_a_tensor_of_torch_without_real_numbers_is_refused_by_type():
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.tensor(True), torch.tensor(0.5j)):
+        with pytest.raises(KVCacheTypeError, match=rf"got dtype {tensor.dtype}, expected an array of numbers"):
+            load_kv_scales({"layers.0.attn.k_scale": tensor}, FP8_MODEL)
+
+
+@pytest.mark.parametrize("scale", [1, 0.5, [0.5], np.uint8(2), np.array([[0.5]]), ml_dtypes.bfloat16(0.5)], ids=type)
+def test_numbers_of_any_kind_are_taken_as_scales(scale: Any):
+    tensors = each_layer({"k_scale": [scale] * LAYERS, "v_scale": [scale] * LAYERS})
+    for layer in load_kv_scales(tensors, FP8_MODEL):
+        assert layer.k_scale == layer.v_scale == np.float32(np.asarray(scale)).item()
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path):
     with pytest.raises(KVCacheValueError, match=r"expected model\.safetensors\.index\.json or \*\.safetensors in it"):
         load_kv_scales(tmp_path, FP8_MODEL)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 from support.helpers import assert_same_bytes, page_bytes, poisoned, simple_spec
 
 from kvjax import KVCacheTypeError, KVCacheValueError, export_blocks, import_blocks
@@ -55,6 +56,25 @@ def test_a_state_is_imported_as_it_was_exported(dtype, on_device):
     in_place = destinations[2] if on_device else destinations[0]
     assert in_place is (written[2] if on_device else written[0])
     assert (destinations[0] if on_device else destinations[2]).is_deleted()
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@pytest.mark.parametrize("pinned", [False, True], ids=["device", "pinned"])
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64])
+def test_a_state_of_64_bits_keeps_all_of_them_whether_or_not_x64_is_on(dtype, pinned, x64):
+    source, before = states(dtype), states(dtype, 5, seed=2)
+    memory = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host" if pinned else None)
+    with jax.enable_x64(True):
+        first, second = (jax.device_put(jnp.asarray(array), memory) for array in (source, before))
+    with jax.enable_x64(x64):
+        data = export_blocks([poisoned(SPEC, 7), first], [5], state=3)
+        _, written = import_blocks(data, [poisoned(SPEC, 8, 1), second], [2], state=4)
+    assert data == export_blocks([poisoned(SPEC, 7), source], [5], state=3)
+    assert (written.dtype, written.sharding) == (dtype, memory)
+    assert second.is_deleted()
+    expected = state_bytes(before).copy()
+    expected[4] = state_bytes(source)[3]
+    assert_same_bytes(state_bytes(written), expected)
 
 
 def test_the_format_is_that_of_blocks_with_the_state_behind_the_pages():
@@ -156,6 +176,11 @@ CACHE = poisoned(SPEC, 4)
             r"caches\[1\]: got states of shape \(\), expected \[num_states, ...\]",
         ),
         (lambda: export_blocks([CACHE, np.zeros(3, bool)], [1], state=0), KVCacheTypeError, "got states of bool, exp"),
+        (
+            lambda: export_blocks([CACHE, np.zeros(3, complex)], [1], state=0),
+            KVCacheTypeError,
+            "of complex128, expected",
+        ),
         (lambda: export_blocks([CACHE, np.zeros(3, ">f4")], [1], state=0), KVCacheTypeError, "got states of >f4, exp"),
         (
             lambda: export_blocks([CACHE, np.zeros(3, ml_dtypes.int4)], [1], state=0),

@@ -43,7 +43,7 @@ from kvjax.ops.state_bytes import (
     state_from_host,
     state_to_host,
 )
-from kvjax.spec import as_int, spec_to_dict
+from kvjax.spec import as_int, as_items, spec_to_dict
 
 FORMAT = 1
 MAGIC = b"KVJAXBLK"
@@ -117,6 +117,7 @@ def export_blocks(
     """
     found = _as_parts(caches, state, is_written=False)
     numbers = _as_blocks(blocks, found, least=0)
+    hashes = as_items("hashes", hashes, "a sequence of bytes")
     _check_hashes(hashes, len(numbers))
     header = {**_described(found), "num_blocks": len(numbers), "num_hashes": len(hashes)}
     # Without states the header is that of versions before states existed.
@@ -308,7 +309,10 @@ def _check_pages(what: str, cache: Any) -> None:
 
 def _as_blocks(blocks: Any, parts: _Parts, *, least: int) -> np.ndarray:
     """Returns the blocks' numbers, int32, after checking that every cache has them."""
-    numbers = np.asarray(blocks)
+    try:
+        numbers = np.asarray(blocks)
+    except ValueError:  # lists of different lengths
+        raise KVCacheValueError(f"blocks: got {shown(blocks)}, expected integers [num_blocks]") from None
     if numbers.ndim != 1:
         raise KVCacheValueError(f"blocks: got shape {numbers.shape}, expected [num_blocks]")
     if numbers.size and numbers.dtype.kind not in "iu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -56,8 +57,11 @@ def num_state_bytes(states: Any) -> int:
 
 def state_to_host(states: Any, slot: int) -> np.ndarray:
     """Returns a state's bytes, uint8 `[num_state_bytes]`."""
-    is_here = isinstance(states, np.ndarray)
-    state = states[slot : slot + 1] if is_here else taken_pages(states, np.array([slot], np.int32), None)
+    if isinstance(states, np.ndarray):
+        state: Any = states[slot : slot + 1]
+    else:
+        with _in_64_bits():
+            state = taken_pages(states, np.array([slot], np.int32), None)
     return np.ascontiguousarray(np.asarray(state)).reshape(-1).view(np.uint8)
 
 
@@ -66,7 +70,10 @@ def state_from_host(states: Any, state: np.ndarray) -> Any:
     is_here = isinstance(states, np.ndarray)
     stored = states.dtype if is_here else f"uint{8 * states.dtype.itemsize}"
     own = state.view(stored).reshape(1, *states.shape[1:])
-    return own if is_here else jax.device_put(own, sharding_of_pages(states, None))
+    if is_here:
+        return own
+    with _in_64_bits():
+        return jax.device_put(own, sharding_of_pages(states, None))
 
 
 def put_state(what: str, states: Any, state: Any, slot: int) -> Any:
@@ -74,4 +81,10 @@ def put_state(what: str, states: Any, state: Any, slot: int) -> Any:
     if isinstance(states, np.ndarray):
         states[slot : slot + 1] = state
         return states
-    return with_pages(what, states, [(state, np.array([slot], np.int32))], None)
+    with _in_64_bits():
+        return with_pages(what, states, [(state, np.array([slot], np.int32))], None)
+
+
+def _in_64_bits() -> AbstractContextManager[None]:
+    """Returns a context with x64 on: without, JAX halves the integers of states that were made with it."""
+    return jax.enable_x64(True)
