@@ -170,9 +170,9 @@ class StepMetadata:
     def token_rows(self) -> tuple[jax.Array, jax.Array]:
         """Returns each token's sequence and position, on the device: two int32 `[num_tokens]`, rows and positions.
 
-        The position of padding is -1, its row is arbitrary.
+        The position of padding is -1, its row is arbitrary. Lengths beyond int32 are clamped.
         """
-        lengths, ends = jnp.asarray(self.seq_lens), jnp.asarray(self.cu_q_lens)
+        lengths, ends = jnp.maximum(_as_int32(self.seq_lens), 0), _as_int32(self.cu_q_lens)
         token = jnp.arange(self.slot_mapping.shape[0], dtype=jnp.int32)
         row = jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
         position = _entries(lengths, row) - _entries(ends, row + 1) + token
@@ -181,10 +181,14 @@ class StepMetadata:
 
 def _entries(array: jax.Array, *indices: jax.Array) -> jax.Array:
     """Returns `array[indices]`, -1 out of bounds."""
+    if not array.size:  # which JAX cannot index
+        return jnp.full(jnp.broadcast_shapes(*(index.shape for index in indices)), -1, array.dtype)
     return array.at[indices].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
 
 def _pages_per_sequence(pages: jax.Array, num_seqs: int) -> int:
+    if not pages.shape[0]:  # of no sequences too
+        return 0
     if not num_seqs or pages.shape[0] % num_seqs:
         raise KVCacheValueError(
             f"page_indices: got {pages.shape[0]} for {num_seqs} sequences, expected an equal number for each;"

@@ -172,6 +172,42 @@ def test_sequences_that_would_write_to_the_same_slots_are_refused():
             StepMetadata.from_sequences([other, sequence, sequence.fork()], q_lens)
 
 
+def test_a_step_without_sequences_has_padding_alone():
+    step = StepMetadata.from_sequences([], [], num_tokens=4)
+    for rows in (StepMetadata.token_rows, jax.jit(StepMetadata.token_rows)):
+        assert [x.dtype for x in rows(step)] == [jnp.int32] * 2
+        assert rows(step)[0].shape == (4,)
+        assert rows(step)[1].tolist() == [-1] * 4
+    none, cu = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    for build in (StepMetadata.from_page_indices, from_page_indices):
+        for max_blocks in (0, 2):
+            for packed in (None, cu):
+                options = {"block_size": 4, "num_tokens": 2, "max_blocks": max_blocks, "cu_kv_lens": packed}
+                step = build(none, none, cu, **options)
+                assert step.slot_mapping.tolist() == [-1, -1]
+                assert step.block_table.shape == (0, max_blocks)
+
+
+def test_without_columns_of_the_block_table_nothing_is_written():
+    lens, cu = np.array([3, 2], np.int32), np.array([0, 1, 2], np.int32)
+    options = {"block_size": 4, "num_tokens": 3}
+    packed = from_page_indices(np.arange(2), lens, cu, cu_kv_lens=np.int32([0, 4, 8]), max_blocks=0, **options)
+    for step in (packed, from_page_indices(np.zeros(0, np.int32), lens, cu, **options)):
+        assert step.slot_mapping.tolist() == [-1] * 3
+        assert step.token_rows()[1].tolist() == [2, 1, -1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_int64_lengths_beyond_int32_do_not_wrap(on_device: bool):
+    lens, cu = np.array([2**32 + 5, 3 - 2**32, 6], np.int64), np.array([0, 1, 2, 2**32 + 3], np.int64)
+    with jax.enable_x64(on_device):
+        arrays = [jnp.asarray(x) if on_device else x for x in (np.zeros((3, 1), np.int64), lens, cu, np.zeros(3, int))]
+        row, position = StepMetadata(*arrays).token_rows()
+    assert row.dtype == position.dtype == jnp.int32
+    assert row.tolist() == [0, 1, 2]
+    assert position[:2].tolist() == [2**31 - 2, -1]
+
+
 def step_of(*lengths: int, **options):
     return lambda: StepMetadata.from_sequences(sequences_of(BlockPool(9, 4), list(lengths)), **options)
 
@@ -216,6 +252,7 @@ def other_pools():
         (of_one(window_rows=0), KVCacheTypeError, "window_rows: got an int, expected a sequence of ints, one for each"),
         (of_one(window_rows=[0, 1]), KVCacheValueError, "window_rows: got 2 rows, expected one for each of 1 sequence"),
         (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected an equal number for each"),
+        (flat(lens=0, cu=1), KVCacheValueError, "page_indices: got 4 for 0 sequences, expected an equal number"),
         (flat(cu=2), KVCacheValueError, r"cu_q_lens: got shape \(2,\), expected \[max_num_seqs \+ 1=3\]"),
         (flat(dtype=np.float32), KVCacheTypeError, "page_indices: got dtype float32, expected one of int32, int64"),
         (flat(cu_kv_lens=np.zeros(3, np.int32)), KVCacheValueError, "max_blocks: got None with cu_kv_lens, expected"),
