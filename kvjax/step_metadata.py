@@ -12,10 +12,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from kvjax.block_pool import FREED_BLOCK, MAX_SLOTS, PagedSequence
+from kvjax.block_pool.sequence import paired
 from kvjax.errors import KVCacheValueError, shown
 from kvjax.ops.arguments import INDEX_DTYPES, check_array
 from kvjax.ops.value_checks import check_num_seqs, is_checked
-from kvjax.spec import as_int
+from kvjax.spec import as_int, as_items
 
 PADDING_SLOT = -1
 NO_ROW = -1
@@ -70,9 +71,12 @@ class StepMetadata:
 
         Raises:
           KVCacheValueError: the step does not fit the largest size; more new tokens than a sequence has, or new
-            tokens in a freed block; a sequence with new tokens without a row of its own, where rows are given.
+            tokens in a freed block; a sequence given twice, or new tokens in the slots of another's, as of a fork
+            without an `append` since; a sequence with new tokens without a row of its own, where rows are given.
+          KVCacheTypeError: not a sequence of `PagedSequence`s, or not one of ints.
         """
-        new = np.array(_new_tokens(sequences, q_lens), np.int64)
+        sequences, q_lens = _checked(sequences, q_lens)
+        new = np.array(q_lens, np.int64)
         blocks = [sequence.blocks_of(group) for sequence in sequences]
         rows = _bucket("num_seqs", len(sequences), num_seqs)
         columns = _bucket("max_blocks", max(map(len, blocks), default=0), max_blocks)
@@ -86,7 +90,9 @@ class StepMetadata:
         cu_q_lens[1:] = np.cumsum(np.pad(new, (0, rows - len(new))))
         if sequences:
             size = sequences[0].pool.groups[group].block_size
-            slot_mapping[: new.sum()] = _slots(block_table, seq_lens[: len(new)], new, size)
+            slots = _slots(block_table, seq_lens[: len(new)], new, size)
+            _check_unique(slots, new, size)
+            slot_mapping[: len(slots)] = slots
         own_rows = None if window_rows is None else np.full(rows, NO_ROW, np.int32)
         if own_rows is not None:
             own_rows[: len(new)] = _rows_of_window(window_rows, new)
@@ -164,9 +170,9 @@ class StepMetadata:
     def token_rows(self) -> tuple[jax.Array, jax.Array]:
         """Returns each token's sequence and position, on the device: two int32 `[num_tokens]`, rows and positions.
 
-        The position of padding is -1, its row is arbitrary.
+        The position of padding is -1, its row is arbitrary. Lengths beyond int32 are clamped.
         """
-        lengths, ends = jnp.asarray(self.seq_lens), jnp.asarray(self.cu_q_lens)
+        lengths, ends = jnp.maximum(_as_int32(self.seq_lens), 0), _as_int32(self.cu_q_lens)
         token = jnp.arange(self.slot_mapping.shape[0], dtype=jnp.int32)
         row = jnp.searchsorted(ends[1:], token, side="right", method="scan_unrolled").astype(jnp.int32)
         position = _entries(lengths, row) - _entries(ends, row + 1) + token
@@ -175,10 +181,14 @@ class StepMetadata:
 
 def _entries(array: jax.Array, *indices: jax.Array) -> jax.Array:
     """Returns `array[indices]`, -1 out of bounds."""
+    if not array.size:  # which JAX cannot index
+        return jnp.full(jnp.broadcast_shapes(*(index.shape for index in indices)), -1, array.dtype)
     return array.at[indices].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
 
 def _pages_per_sequence(pages: jax.Array, num_seqs: int) -> int:
+    if not pages.shape[0]:  # of no sequences too
+        return 0
     if not num_seqs or pages.shape[0] % num_seqs:
         raise KVCacheValueError(
             f"page_indices: got {pages.shape[0]} for {num_seqs} sequences, expected an equal number for each;"
@@ -209,37 +219,35 @@ def _as_int32(array: Any) -> jax.Array:
     return jnp.asarray(array.clip(bounds.min, bounds.max).astype(np.int32))
 
 
-def _new_tokens(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> list[int]:
-    """Returns `q_lens` after checking that the sequences have as many tokens and share a pool."""
-    if len(q_lens) != len(sequences):
-        raise KVCacheValueError(
-            f"q_lens: got {len(q_lens)} numbers, expected one for each of {len(sequences)} sequences"
-        )
-    for index, sequence in enumerate(sequences):
-        if sequence.pool is not sequences[0].pool:
+def _checked(sequences: Sequence[PagedSequence], q_lens: Sequence[int]) -> tuple[list[PagedSequence], list[int]]:
+    """Returns both after checking that the sequences have as many tokens and share a pool."""
+    pairs = paired(sequences, "q_lens", q_lens)
+    given = [sequence for sequence, _ in pairs]
+    for index, sequence in enumerate(given):
+        if sequence.pool is not given[0].pool:
             raise KVCacheValueError(
                 f"sequences[{index}]: got a sequence of another pool, expected that of sequences[0]"
             )
-    return [
+    numbers = [
         as_int(f"q_lens[{index}]", q_len, least=0, most=sequence.num_tokens)
-        for index, (sequence, q_len) in enumerate(zip(sequences, q_lens, strict=True))
+        for index, (sequence, q_len) in enumerate(pairs)
     ]
+    return given, numbers
 
 
 def _rows_of_window(window_rows: Any, q_lens: np.ndarray) -> list[int]:
     """Returns the rows of sequences after checking that each with new tokens has its own."""
-    if len(window_rows) != len(q_lens):
-        raise KVCacheValueError(
-            f"window_rows: got {len(window_rows)} rows, expected one for each of {len(q_lens)} sequences"
-        )
+    rows = as_items("window_rows", window_rows, "a sequence of ints, one for each of the sequences")
+    if len(rows) != len(q_lens):
+        raise KVCacheValueError(f"window_rows: got {len(rows)} rows, expected one for each of {len(q_lens)} sequences")
     owners: dict[int, int] = {}
-    for index, (row, q_len) in enumerate(zip(window_rows, q_lens, strict=True)):
+    for index, (row, q_len) in enumerate(zip(rows, q_lens, strict=True)):
         number = as_int(f"window_rows[{index}]", row, least=0 if q_len else NO_ROW, most=MAX_SLOTS)
         if q_len and (other := owners.setdefault(number, index)) != index:
             raise KVCacheValueError(
                 f"window_rows[{index}]: got {number}, expected a row of its own: window_rows[{other}] is the same"
             )
-    return [int(row) for row in window_rows]
+    return [int(row) for row in rows]
 
 
 def _slots(block_table: np.ndarray, seq_lens: np.ndarray, q_lens: np.ndarray, block_size: int) -> np.ndarray:
@@ -255,6 +263,19 @@ def _slots(block_table: np.ndarray, seq_lens: np.ndarray, q_lens: np.ndarray, bl
             " freed block, expected all in allocated blocks"
         )
     return (block * block_size + position % block_size).astype(np.int32)
+
+
+def _check_unique(slots: np.ndarray, q_lens: np.ndarray, block_size: int) -> None:
+    """Raises if the new tokens of two sequences, `q_lens` of each, have the same slot."""
+    in_order = np.sort(slots, kind="stable")  # fast where slots are in runs, as those of chunks are
+    is_repeated = in_order[1:] == in_order[:-1]
+    if is_repeated.any():
+        slot = in_order[np.argmax(is_repeated)]
+        first, second = np.repeat(np.arange(len(q_lens)), q_lens)[slots == slot][:2]
+        raise KVCacheValueError(
+            f"sequences[{second}]: got new tokens in block {slot // block_size}, where sequences[{first}] has some too,"
+            " expected a block of its own: BlockPool.append separates forks"
+        )
 
 
 def _bucket(what: str, needed: int, sizes: int | Sequence[int] | None) -> int:

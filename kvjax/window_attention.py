@@ -23,7 +23,16 @@ from jax.typing import ArrayLike
 from kvjax.cache import KVCache
 from kvjax.errors import KVCacheValueError
 from kvjax.exact_window import ExactWindow, as_rows, check_window, first_tokens
-from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, OF_LAYER, Window, as_lengths, as_window, check_array
+from kvjax.ops.arguments import (
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    OF_LAYER,
+    Window,
+    as_layer,
+    as_lengths,
+    as_window,
+    check_array,
+)
 from kvjax.ops.gather import Stored
 from kvjax.ops.options import (
     MAX_WINDOW,
@@ -213,7 +222,7 @@ def write_step(
     if longest <= exact_window.max_q_len:
         cache, ring = new.in_both(cache, update, of_cache)
         return WrittenStep(step, ring, step.ring_table(longest), layer, ring, cache)
-    recent, table, slots = _with_room(exact_window.ring, step, longest, layer)
+    recent, table, slots = _with_room(exact_window.ring, step, longest, as_layer(exact_window.ring, layer))
     new = new.after(recent)  # else XLA would copy the ring
     cache, ring = new.in_both(cache, update, of_cache)
     return WrittenStep(step, new.written(recent, slots, unique_slots=True), table, None, ring, cache)
@@ -338,7 +347,9 @@ class _Step(NamedTuple):
         return num_reached_blocks(self.size, max_q_len, MAX_WINDOW, WINDOW_BLOCK_SIZE)
 
 
-def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[KVCache, jax.Array, jax.Array]:
+def _with_room(
+    ring: KVCache, step: _Step, max_q_len: int, layer: jax.Array | None
+) -> tuple[KVCache, jax.Array, jax.Array]:
     """Returns a copy of the rows of a step's sequences with room for its tokens, the copy's table and the tokens'
     slots.
 
@@ -357,6 +368,8 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     own = jnp.arange(num_seqs, dtype=jnp.int32)[:, None] * num_old + column
     table = jnp.where(column < num_old, own, start[:, None] + column - num_old)
     exists = (step.row_start[:, None] >= 0) & (column < num_old + num_blocks[:, None])
+    if layer is not None and ring.num_layers is not None:  # the copy has no layers: it is empty for one out of range
+        exists &= (layer >= 0) & (layer < ring.num_layers)
     table = jnp.where(exists, table, -1)
     column = step.position // WINDOW_BLOCK_SIZE - step.first_block[step.seq]
     block = table.at[step.seq, column].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
@@ -368,7 +381,7 @@ def _with_room(ring: KVCache, step: _Step, max_q_len: int, layer: Any) -> tuple[
     )
 
 
-def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: Any) -> KVCache:
+def _pages(ring: KVCache, blocks: jax.Array, room: int, layer: jax.Array | None) -> KVCache:
     """Returns a cache of copies of a layer's blocks (any block for those below 0) and of `room` empty blocks."""
     index = blocks if ring.num_layers is None else (blocks, layer)
     copied = ring.kv.at[index].get(mode="clip", wrap_negative_indices=False)

@@ -288,6 +288,21 @@ def attend(window: Any = None, step: StepMetadata = STEP, query: Any = ROWS, **o
     return kvjax.attend(query, ROWS, ROWS, KVCache.allocate(SPEC, 2), step, exact_window=window, **options)
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("layer", [NUM_LAYERS, -1])
+def test_an_array_of_a_layer_out_of_range_writes_nothing_and_reads_no_tokens(layer: int, q_len: int):
+    """Over the ring, and over a copy with room for a longer chunk."""
+    cache = KVCache.allocate(SPEC, 1, num_layers=NUM_LAYERS)
+    window = ExactWindow.allocate(SPEC, 1, 4, num_layers=NUM_LAYERS)
+    arrays = [[0]], [q_len], [0, q_len], np.arange(q_len), [0]
+    step = StepMetadata(*(np.array(x, np.int32) for x in arrays))
+    for run in (kvjax.attend, jax.jit(kvjax.attend)):
+        rows = (ROWS[:q_len],) * 3
+        out, *written = run(*rows, cache, step, exact_window=window, layer=jnp.int32(layer))
+        assert not np.any(out)
+        assert not any(np.any(x) for x in jax.tree.leaves(written))
+
+
 @pytest.mark.full
 def test_batched_tokens_and_a_window_in_an_array_give_the_same_results():
     """Those of a static window, of `[num_tokens]`; windows that reach the pages, and that do not."""

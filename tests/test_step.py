@@ -140,6 +140,74 @@ def test_a_step_is_written_and_read():
     assert not np.asarray(keys[2]).any()
 
 
+def test_sequences_may_share_blocks_that_the_step_does_not_write_to():
+    """Full blocks of a prefix, and a partial last block that one of them writes to."""
+    pool = BlockPool(20, 4)
+    first = pool.sequence()
+    pool.append([first], [8])
+    first.commit(np.arange(8))
+    second = pool.sequence(np.arange(9))
+    pool.append([first, second], [2, 1])
+    step = StepMetadata.from_sequences([first, second], [2, 1])
+    assert step.block_table[0, :2].tolist() == step.block_table[1, :2].tolist()
+    assert len({*step.slot_mapping.tolist()}) == 3
+    fork = first.fork()
+    for q_lens in ([2, 0], [0, 1], [0, 0]):
+        assert StepMetadata.from_sequences([first, fork], q_lens).cu_q_lens.tolist() == [0, q_lens[0], sum(q_lens)]
+    pool.append([first, fork], [1, 1])
+    assert len({*StepMetadata.from_sequences([first, fork], [3, 3]).slot_mapping.tolist()}) == 6
+
+
+def test_sequences_that_would_write_to_the_same_slots_are_refused():
+    """A sequence given twice, and a fork without an `append` since."""
+    other, sequence = sequences_of(BlockPool(9, 4), [1, 6])
+    with pytest.raises(KVCacheValueError, match="sequences: got a duplicate, expected each once"):
+        StepMetadata.from_sequences([sequence, sequence], [1, 1])
+    message = (
+        r"sequences\[2\]: got new tokens in block 2, where sequences\[1\] has some too, expected a block of its own:"
+        " BlockPool.append separates forks"
+    )
+    for q_lens in ([1, 2, 1], [0, 1, 5]):
+        with pytest.raises(KVCacheValueError, match=message):
+            StepMetadata.from_sequences([other, sequence, sequence.fork()], q_lens)
+
+
+def test_a_step_without_sequences_has_padding_alone():
+    step = StepMetadata.from_sequences([], [], num_tokens=4)
+    for rows in (StepMetadata.token_rows, jax.jit(StepMetadata.token_rows)):
+        assert [x.dtype for x in rows(step)] == [jnp.int32] * 2
+        assert rows(step)[0].shape == (4,)
+        assert rows(step)[1].tolist() == [-1] * 4
+    none, cu = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    for build in (StepMetadata.from_page_indices, from_page_indices):
+        for max_blocks in (0, 2):
+            for packed in (None, cu):
+                options = {"block_size": 4, "num_tokens": 2, "max_blocks": max_blocks, "cu_kv_lens": packed}
+                step = build(none, none, cu, **options)
+                assert step.slot_mapping.tolist() == [-1, -1]
+                assert step.block_table.shape == (0, max_blocks)
+
+
+def test_without_columns_of_the_block_table_nothing_is_written():
+    lens, cu = np.array([3, 2], np.int32), np.array([0, 1, 2], np.int32)
+    options = {"block_size": 4, "num_tokens": 3}
+    packed = from_page_indices(np.arange(2), lens, cu, cu_kv_lens=np.int32([0, 4, 8]), max_blocks=0, **options)
+    for step in (packed, from_page_indices(np.zeros(0, np.int32), lens, cu, **options)):
+        assert step.slot_mapping.tolist() == [-1] * 3
+        assert step.token_rows()[1].tolist() == [2, 1, -1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_int64_lengths_beyond_int32_do_not_wrap(on_device: bool):
+    lens, cu = np.array([2**32 + 5, 3 - 2**32, 6], np.int64), np.array([0, 1, 2, 2**32 + 3], np.int64)
+    with jax.enable_x64(on_device):
+        arrays = [jnp.asarray(x) if on_device else x for x in (np.zeros((3, 1), np.int64), lens, cu, np.zeros(3, int))]
+        row, position = StepMetadata(*arrays).token_rows()
+    assert row.dtype == position.dtype == jnp.int32
+    assert row.tolist() == [0, 1, 2]
+    assert position[:2].tolist() == [2**31 - 2, -1]
+
+
 def step_of(*lengths: int, **options):
     return lambda: StepMetadata.from_sequences(sequences_of(BlockPool(9, 4), list(lengths)), **options)
 
@@ -148,6 +216,13 @@ def given_back():
     (sequence,) = sequences_of(BlockPool(9, 4), [8])
     sequence.free_before(4)
     StepMetadata.from_sequences([sequence], [5])
+
+
+def of_one(*, sequences=(), q_lens=(1,), **options):
+    """A step of a sequence of 4 tokens, or of what is given."""
+    return lambda: StepMetadata.from_sequences(
+        sequences_of(BlockPool(9, 4), [4]) if sequences == () else sequences, q_lens, **options
+    )
 
 
 def flat(pages=4, lens=2, cu=3, dtype=np.int32, **options):
@@ -170,7 +245,14 @@ def other_pools():
         (step_of(9, q_lens=[4], max_blocks=(1, 2)), KVCacheValueError, r"max_blocks: got \(1, 2\), expected at least"),
         (given_back, KVCacheValueError, r"q_lens\[0\]: got 5 new tokens, the one at position 3 in a freed block"),
         (other_pools, KVCacheValueError, r"sequences\[1\]: got a sequence of another pool"),
+        (of_one(sequences=[1]), KVCacheTypeError, r"sequences\[0\]: got an int, expected a PagedSequence"),
+        (of_one(sequences=None), KVCacheTypeError, "sequences: got None, expected a sequence of PagedSequences"),
+        (of_one(q_lens=1), KVCacheTypeError, "q_lens: got an int, expected a sequence of ints, one for each of the"),
+        (of_one(q_lens=iter([1, 1])), KVCacheValueError, "q_lens: got 2 numbers, expected one for each of 1 sequences"),
+        (of_one(window_rows=0), KVCacheTypeError, "window_rows: got an int, expected a sequence of ints, one for each"),
+        (of_one(window_rows=[0, 1]), KVCacheValueError, "window_rows: got 2 rows, expected one for each of 1 sequence"),
         (flat(pages=5), KVCacheValueError, "page_indices: got 5 for 2 sequences, expected an equal number for each"),
+        (flat(lens=0, cu=1), KVCacheValueError, "page_indices: got 4 for 0 sequences, expected an equal number"),
         (flat(cu=2), KVCacheValueError, r"cu_q_lens: got shape \(2,\), expected \[max_num_seqs \+ 1=3\]"),
         (flat(dtype=np.float32), KVCacheTypeError, "page_indices: got dtype float32, expected one of int32, int64"),
         (flat(cu_kv_lens=np.zeros(3, np.int32)), KVCacheValueError, "max_blocks: got None with cu_kv_lens, expected"),

@@ -330,7 +330,8 @@ def paired(sequences: Sequence[PagedSequence], what: str, numbers: Sequence[int]
     given = as_items("sequences", sequences, "a sequence of PagedSequences")
     counts = as_items(what, numbers, "a sequence of ints, one for each of the sequences")
     for index, sequence in enumerate(given):
-        check_is_sequence(f"sequences[{index}]", sequence)
+        if not isinstance(sequence, PagedSequence):  # the name is made only if needed: steps call this
+            check_is_sequence(f"sequences[{index}]", sequence)
     if len(given) != len(counts):
         raise KVCacheValueError(f"{what}: got {len(counts)} numbers, expected one for each of {len(given)} sequences")
     if len(set(given)) != len(given):
