@@ -223,8 +223,8 @@ def check_window(exact_window: Any, cache: Any, metadata: Any) -> None:
 
 def first_tokens(metadata: StepMetadata) -> jax.Array:
     """Returns the position of each sequence's first new token, int32 `[num_seqs]`."""
-    ends = as_lengths(metadata.cu_q_lens).astype(jnp.int32)
-    return jnp.maximum(as_lengths(metadata.seq_lens).astype(jnp.int32) - (ends[1:] - ends[:-1]), 0)
+    ends = as_lengths(metadata.cu_q_lens)
+    return jnp.maximum(as_lengths(metadata.seq_lens) - (ends[1:] - ends[:-1]), 0)
 
 
 def as_rows(what: str, rows: Any, window: ExactWindow, num_seqs: int, is_used: Any = None) -> jax.Array:

@@ -317,9 +317,9 @@ class _Step(NamedTuple):
                 "metadata.window_rows: got None, expected each sequence's row of the window, as"
                 " StepMetadata.from_sequences(..., window_rows=rows) holds them"
             )
-        lens = as_lengths(metadata.seq_lens).astype(jnp.int32)
+        lens = as_lengths(metadata.seq_lens)
         first = first_tokens(metadata)
-        q_lens, cu_q_lens = lens - first, as_lengths(metadata.cu_q_lens).astype(jnp.int32)
+        q_lens, cu_q_lens = lens - first, as_lengths(metadata.cu_q_lens)
         row = as_rows("metadata.window_rows", metadata.window_rows, window, len(lens), q_lens > 0)
         seq, position = metadata.token_rows()
         oldest = jnp.maximum(first - (window.size - 1), 0)

@@ -303,6 +303,15 @@ def test_an_array_of_a_layer_out_of_range_writes_nothing_and_reads_no_tokens(lay
         assert not any(np.any(x) for x in jax.tree.leaves(written))
 
 
+def test_an_int64_length_below_int32_is_that_of_no_tokens():
+    """It never wraps."""
+    cache, window = KVCache.allocate(SPEC, 1), ExactWindow.allocate(SPEC, 1, 4)
+    with jax.enable_x64(True):
+        step = StepMetadata(*(jnp.array(x) for x in ([[0]], [3 - 2**32], [0, 1], [-1], [0])))
+        results = kvjax.attend(*(ROWS[:1],) * 3, cache, step, exact_window=window)
+    assert not any(np.any(x) for x in jax.tree.leaves(results))
+
+
 @pytest.mark.full
 def test_batched_tokens_and_a_window_in_an_array_give_the_same_results():
     """Those of a static window, of `[num_tokens]`; windows that reach the pages, and that do not."""

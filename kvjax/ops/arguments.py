@@ -146,10 +146,12 @@ def as_blocks(block_table: Any, cache: KVCache) -> jax.Array:
 
 
 def as_lengths(seq_lens: ArrayLike) -> jax.Array:
-    """Returns `seq_lens` as a JAX array; NumPy int64 lengths beyond int32 are clamped."""
+    """Returns `seq_lens` as an int32 JAX array; NumPy's and int64 lengths below 0 or beyond int32 are clamped."""
+    most = np.iinfo(np.int32).max
     if isinstance(seq_lens, np.ndarray):
-        seq_lens = np.clip(seq_lens, 0, np.iinfo(np.int32).max)
-    return jnp.asarray(seq_lens)
+        return jnp.asarray(np.clip(seq_lens, 0, most).astype(np.int32))
+    lengths = jnp.asarray(seq_lens)
+    return lengths if lengths.dtype == jnp.int32 else jnp.clip(lengths, 0, most).astype(jnp.int32)
 
 
 def as_scales(

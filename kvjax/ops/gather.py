@@ -124,10 +124,7 @@ def as_sequences(
         check_sequences(block_table, seq_lens, cache.num_blocks, cache.spec.block_size)
     layer = as_layer(cache, stored.layer)
     scales = as_scales(cache, layer, stored.k_scale, stored.v_scale)
-    lengths = as_lengths(seq_lens)
-    if lengths.dtype != jnp.int32:
-        lengths = jnp.clip(lengths, 0, np.iinfo(np.int32).max).astype(jnp.int32)
-    return as_blocks(block_table, cache), lengths, layer, *scales
+    return as_blocks(block_table, cache), as_lengths(seq_lens), layer, *scales
 
 
 def last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: int) -> Any:

@@ -93,8 +93,8 @@ def gather_mla(
         check_cumulative("cu_seq_lens", cu_seq_lens, num_tokens)
         if seq_starts is not None:
             check_starts("seq_starts", seq_starts)
-    bounds = _as_int32(as_lengths(cu_seq_lens))
-    firsts = None if seq_starts is None else _as_int32(as_lengths(seq_starts))
+    bounds = as_lengths(cu_seq_lens)
+    firsts = None if seq_starts is None else as_lengths(seq_starts)
     starts = ends = bounds
     if is_checked() or cache.sharding is not None:
         starts, ends = bounds[:-1], bounds[1:]
@@ -109,12 +109,6 @@ def gather_mla(
     parts = serve(cache, table, firsts, starts, ends, layer, scales[0], num_tokens=num_tokens, dtype=out)
     kv_c, k_pe = (_joined(part) for part in parts)
     return kv_c, k_pe
-
-
-def _as_int32(array: jax.Array) -> jax.Array:
-    if array.dtype == jnp.int32:
-        return array  # both implementations read negative numbers as 0
-    return jnp.clip(array, 0, np.iinfo(np.int32).max).astype(jnp.int32)
 
 
 def _after_last(firsts: jax.Array | None, lens: jax.Array) -> jax.Array:

@@ -253,8 +253,6 @@ def prepared(
     if is_checked():
         check_query_lens(cu_q_lens, num_tokens, **sizes._asdict())
     bounds = as_lengths(cu_q_lens)
-    if bounds.dtype != jnp.int32:
-        bounds = jnp.clip(bounds, 0, np.iinfo(np.int32).max).astype(jnp.int32)
     window, window_array = as_window(given.sliding_window, cache.spec)
     reach = reach_of((window, window_array), bounds[1:] - bounds[:-1], num_tokens)
     sequences = as_sequences(cache, block_table, seq_lens, stored, last_tokens=reach)

@@ -139,7 +139,7 @@ def ragged_attention(
 
 def _bounds(cumulative: ArrayLike, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """The first token of each sequence, and the token after its last, within the array."""
-    bounds = jnp.clip(as_lengths(cumulative), 0, num_tokens).astype(jnp.int32)
+    bounds = jnp.clip(as_lengths(cumulative), 0, num_tokens)
     return bounds[:-1], jnp.maximum(bounds[1:], bounds[:-1])
 
 
