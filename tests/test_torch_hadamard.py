@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
 import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError, KVCacheValueError  # noqa: E402
@@ -51,6 +53,13 @@ def test_it_is_exact_where_sums_are(device: str, dtype: str):
     x = x.clone().requires_grad_()
     kvjax_torch.hadamard_transform(x).backward(x.detach())
     assert torch.equal(x.grad, got)
+
+
+def test_a_trace_of_fake_tensors_leaves_nothing_for_later_calls():
+    x = torch.ones(2, 3 << 6)  # a size like no other test's
+    for _ in range(2):
+        assert make_fx(kvjax_torch.hadamard_transform, tracing_mode="fake")(x)(x).shape == x.shape
+        assert kvjax_torch.hadamard_transform(x).sum() == pytest.approx(6 * 8)
 
 
 def test_it_overflows_only_where_its_results_do(device: str):

@@ -117,6 +117,18 @@ def test_invalid_arguments_are_refused_by_name_and_change_nothing(
         assert_same_bytes(as_bytes(x), want)
 
 
+@pytest.mark.parametrize("name", ["q_pe", "k_pe"])
+def test_tensors_that_torch_does_not_rotate_in_place_are_refused_before_anything_is_written(name: str):
+    call = call_of("bfloat16", torch.bfloat16)
+    with torch.inference_mode():
+        call[name] = call[name].clone()
+    before = {what: x.clone() for what, x in call.items() if isinstance(x, torch.Tensor)}
+    with pytest.raises(KVCacheValueError, match=f"^{name}: got a tensor of inference mode outside of it"):
+        kvjax_torch.concat_and_cache_mla_rope_fused(**call)
+    for what, x in before.items():
+        assert_same_bytes(as_bytes(call[what]), as_bytes(x))
+
+
 def test_rope_keys_in_the_memory_of_queries_are_refused():
     """Both are rotated in place; side by side in rows of one projection they have memory of their own."""
     call = call_of("bfloat16", torch.bfloat16)

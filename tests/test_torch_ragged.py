@@ -627,3 +627,24 @@ def test_memory_goes_back_to_torch_and_is_bounded():
     assert torch.cuda.memory_allocated() == before + kept
     dense = call["block_table"].shape[1] * 16 * 2 * 2 * 128 * 2
     assert torch.cuda.max_memory_allocated() <= before + dense + 10 * kept + (16 << 20)  # of which the most workspace
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "nvfp4"])
+def test_products_in_fp8_are_the_same_whatever_torchs_default_dtype_is(dtype: str):
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(12, 2, 32, generator=generator)
+    pages = torch.zeros(1, 2, 16, 2, 32 if dtype == "fp8" else 18, dtype=torch.uint8)
+    kvjax_torch.reshape_and_cache_flash(key, key, pages[:, 0], pages[:, 1], torch.arange(12), dtype, 0.02, 0.03)
+    query = torch.randn(12, 4, 32, generator=generator).bfloat16()
+    step = torch.zeros(1, 1).int(), torch.tensor([12]).int(), torch.tensor([0, 12])
+
+    def attend() -> torch.Tensor:
+        call = query, pages[:, 0], pages[:, 1], *step, dtype, 0.02, 0.03
+        return kvjax_torch.ragged_paged_attention(*call, query_quantization=True)
+
+    expected = attend()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(attend(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -176,6 +176,17 @@ def test_first_tokens_that_no_scale_fits_take_scale_one(device: str, first_token
     assert (keys == 0).all() or not math.isfinite(first_tokens)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "nvfp4"])
+def test_default_scales_are_float32_whatever_torchs_default_dtype_is(device: str, dtype: str):
+    cache, states = make_cache(make_model(device), dtype), torch.ones((1, 2, 3, 32), device=device)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        cache.update(states, states, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert cache.layers[0].k_scale.dtype is cache.layers[0].v_scale.dtype is torch.float32
+
+
 def test_each_layer_has_its_own_dtype_scales_and_pages(device: str):
     model = make_model(device, torch.bfloat16)
     scales = [0.5 * FACTOR, torch.tensor([0.25, 0.125]) * FACTOR]

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kvjax import KVCacheTypeError, KVCacheValueError
-from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.checks import check_tensors, is_fake
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES
 
 
@@ -37,8 +37,9 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     n = size & -size
     # Products of bfloat16 are exact in whatever torch uses for float32, TF32 too; those of other dtypes are not.
     wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
+    matrix = (_hadamard if is_fake(x) else _kept_hadamard)(n, wide, x.device)
     with torch.autocast(x.device.type, enabled=False):
-        rotated = x.unflatten(-1, (size // n, n)).to(wide) @ _hadamard(n, wide, x.device)
+        rotated = x.unflatten(-1, (size // n, n)).to(wide) @ matrix
         return (rotated * (n**-0.5 / _power(n))).to(x.dtype).flatten(-2)
 
 
@@ -47,7 +48,6 @@ def _power(n: int) -> float:
     return 2.0 ** -(n.bit_length() // 2)
 
 
-@functools.cache
 def _hadamard(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The matrix `[n, n]` of 1 and -1 by Sylvester's construction, times `_power(n)`."""
     with torch.inference_mode(False):  # else no gradient could pass it later
@@ -55,3 +55,6 @@ def _hadamard(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         while len(matrix) < n:
             matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
         return matrix.to(device)
+
+
+_kept_hadamard = functools.cache(_hadamard)

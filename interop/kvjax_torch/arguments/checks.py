@@ -43,6 +43,20 @@ def check_strided(name: str, tensor: torch.Tensor) -> None:
         raise KVCacheTypeError(f"{name}: got layout {kind}, expected torch.strided: {name}.to_dense()")
 
 
+def check_in_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises `KVCacheValueError` for a tensor that torch does not write in place: one of inference mode, outside it."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise KVCacheValueError(
+            f"{name}: got a tensor of inference mode outside of it, expected one that may be written in place: make it"
+            " outside torch.inference_mode(), or call inside"
+        )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory, in a trace: what is computed of it must not be kept for later calls."""
+    return getattr(tensor, "fake_mode", None) is not None
+
+
 def refuse_gradient(what: str, /, **tensors: torch.Tensor) -> None:
     """Raises `KVCacheTypeError` if autograd would need a gradient, or differentiates forward."""
     for name, tensor in tensors.items():

@@ -18,7 +18,14 @@ from kvjax import KVCacheDType, KVCacheTypeError, KVCacheValueError, MLAAttentio
 from kvjax.ops import options
 from kvjax_torch.arguments.attention import check_out, checked_softmax
 from kvjax_torch.arguments.caches import Facts, share_memory
-from kvjax_torch.arguments.checks import check_addresses, check_index, check_same_device, check_scale_values, on_host
+from kvjax_torch.arguments.checks import (
+    check_addresses,
+    check_in_place,
+    check_index,
+    check_same_device,
+    check_scale_values,
+    on_host,
+)
 from kvjax_torch.arguments.dtypes import INPUT_DTYPES, resolve_latent_dtype
 from kvjax_torch.arguments.plan import (
     AttentionPlan,
@@ -114,6 +121,7 @@ def latent_rope_plan(
                 f"{name}: got strides {x.stride()} for shape {tuple(x.shape)}, expected rows that do not overlap: they"
                 " are rotated in place"
             )
+        check_in_place(name, x)
         if share_memory(x, pages.kv_cache):
             raise KVCacheValueError(f"{name}: got memory that overlaps that of kv_cache, expected memory of its own")
     if share_memory(q_pe, k_pe):
@@ -157,11 +165,7 @@ def latent_gather_plan(
         raise KVCacheValueError(f"num_tokens: got {num_tokens}, expected 0 to {dst.shape[0]}, the rows of dst")
     if dst.shape[0] > 1 and dst.stride(0) < dst.shape[1]:
         raise KVCacheValueError(f"dst: got strides {dst.stride()}, expected rows that do not overlap")
-    if dst.is_inference() and not torch.is_inference_mode_enabled():
-        raise KVCacheValueError(
-            "dst: got a tensor of inference mode outside of it, expected one that may be written in place: make it"
-            " outside torch.inference_mode(), or call inside"
-        )
+    check_in_place("dst", dst)
     for name, read in {"src_cache": kv_cache, **given}.items():
         if name != "dst" and share_memory(dst, read):
             raise KVCacheValueError(f"dst: got memory that overlaps that of {name}, expected memory of its own")

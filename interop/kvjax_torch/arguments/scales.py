@@ -9,7 +9,7 @@ import torch
 
 from kvjax import AttentionSpec, KVCacheDType, KVCacheTypeError, KVCacheValueError, check_scale
 from kvjax_torch.arguments.caches import Facts
-from kvjax_torch.arguments.checks import check_tensors
+from kvjax_torch.arguments.checks import check_tensors, is_fake
 from kvjax_torch.arguments.dtypes import has_scale_tensors, resolve_cache_dtype
 from kvjax_torch.arguments.plan import Encoding, WriteTensors
 
@@ -31,7 +31,8 @@ def as_tensors(k_scale: Scale, v_scale: Scale, cache: torch.Tensor) -> tuple[tor
 
 def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
     """A scale as a tensor; a number on a GPU is copied there once."""
-    if type(scale) is float and not torch.compiler.is_compiling():  # the common case
+    is_traced = torch.compiler.is_compiling() or is_fake(cache)
+    if type(scale) is float and not is_traced:  # the common case
         constant = _constants.get((scale, cache.get_device()))
         if constant is not None:
             return constant
@@ -44,7 +45,7 @@ def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
         raise KVCacheTypeError(
             f"{what}: got {scale!r} of type {type(scale).__name__}, expected a number or a tensor{hint}"
         )
-    if torch.compiler.is_compiling():
+    if is_traced:
         return torch.full((), scale, dtype=torch.float32, device=cache.device)
     check_scale(what, scale)  # values on a GPU are not checked
     if not cache.is_cuda:

@@ -182,7 +182,7 @@ def _dense(plan: AttentionPlan, tensors: ReadTensors) -> tuple[torch.Tensor, tor
 
 def _dense_in_fp8(plan: AttentionPlan, tensors: ReadTensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`_dense` of one sequence, rounded as for products in fp8; its rows see tokens from `first` on."""
-    one = torch.ones(1, device="cpu")
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
     stored = _dense(plan, tensors._replace(k_scale=one, v_scale=one))
     keys, values = (
         fp8.rounded(x, _unit(plan, tensors, part, first)) * scale.reshape(-1, 1, 1)
@@ -195,7 +195,7 @@ def _unit(plan: AttentionPlan, tensors: ReadTensors, part: int, first: int) -> t
     """What keys (part 0) or values of a sequence are divided by: `[num_kv_heads, 1, 1]`, or 1 for all."""
     spec = plan.cache.spec
     if spec.dtype.parts[part].info.elements_per_scale is None:
-        return torch.ones(1, device="cpu")
+        return torch.ones(1, dtype=torch.float32, device="cpu")
     end = min(int(tensors.seq_lens), tensors.block_table.shape[1] * spec.block_size)
     position = torch.arange(first, max(end, first), device="cpu")
     block = tensors.block_table[0, position // spec.block_size].to(torch.int64)

@@ -158,7 +158,7 @@ def _calibrate(
 ) -> tuple[CalibratedLayer, ...]:
     """Calibrates layers with what they store; keys of layers of `key_rotation` are rotated as the model will."""
     indices, specs = recorder.indices, recorder.specs
-    amax = torch.zeros(len(specs), 2)
+    amax = torch.zeros(len(specs), 2, dtype=torch.float32)
     passes = 2 if options.method is CalibrationMethod.MSE else 1
 
     def batches() -> Iterator[list[list[jax.Array | np.ndarray]]]:

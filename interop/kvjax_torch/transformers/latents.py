@@ -52,7 +52,7 @@ class LatentLayer(KvjaxLayer):
         if self.num_tokens == 0:
             given, device = self._given_scales[0], key_states.device
             self.k_scale = default_scale(key_states, self.spec.parts[0]) if given is None else given.to(device)
-            self.v_scale = torch.ones((), device=device)
+            self.v_scale = torch.ones((), dtype=torch.float32, device=device)
         latents, rope_keys = (states[:, 0].flatten(0, 1) for states in (key_states, value_states))
         concat_and_cache_mla(
             latents, rope_keys, self.kv, step.slot_mapping, self.spec.dtype, self.k_scale, unique_slots=True

@@ -386,7 +386,7 @@ def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
       dtype: the dtype that they are stored in.
     """
     if dtype.info.elements_per_scale is None:
-        return torch.ones((), device=states.device)
+        return torch.ones((), dtype=torch.float32, device=states.device)
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
     # Zeros, infinities and NaN determine no scale.
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, MAX_SCALE)
