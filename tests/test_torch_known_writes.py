@@ -302,8 +302,12 @@ def test_numbers_of_any_type_are_one_constant(monkeypatch: pytest.MonkeyPatch):
     """A graph may read it: it is never replaced."""
     monkeypatch.setattr(scale_tensors, "_constants", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cache = mock.Mock(is_cuda=True, device=torch.device("cpu"), get_device=lambda: -1)
+    cache = mock.Mock(is_cuda=True, device=torch.device("cpu"), get_device=lambda: -1, fake_mode=None)
     first = scale_tensors.as_tensor("k_scale", 1.0, cache)
     for same in (1, np.float64(1), 1.0):
         assert scale_tensors.as_tensor("k_scale", same, cache) is first
     assert scale_tensors.as_tensor("k_scale", 2, cache).item() == 2
+    cache.fake_mode = mock.Mock()  # in a trace
+    for scale in (1.0, 3.0):
+        assert scale_tensors.as_tensor("k_scale", scale, cache) is not first
+    assert len(scale_tensors._constants) == 2
