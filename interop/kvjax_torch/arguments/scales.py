@@ -31,13 +31,13 @@ def as_tensors(k_scale: Scale, v_scale: Scale, cache: torch.Tensor) -> tuple[tor
 
 def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
     """A scale as a tensor; a number on a GPU is copied there once."""
+    if isinstance(scale, torch.Tensor):
+        return scale
     is_traced = torch.compiler.is_compiling() or is_fake(cache)
-    if type(scale) is float and not is_traced:  # the common case
+    if type(scale) is float and not is_traced:  # the common case of numbers
         constant = _constants.get((scale, cache.get_device()))
         if constant is not None:
             return constant
-    if isinstance(scale, torch.Tensor):
-        return scale
     if isinstance(scale, (np.floating, np.integer)):  # of kvjax.load_kv_scales and kvjax.calibrate
         scale = float(scale)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
