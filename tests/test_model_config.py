@@ -455,6 +455,30 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         | {"per_layer_config": {"0": {"head_dim": 512, "global_head_dim": 64, "num_global_key_value_heads": 1}}},
         [layer(4, 512)],
     ),
+    # transformers makes the last layer of Gemma 4 full.
+    *(
+        (
+            {"model_type": model_type, "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 9},
+            [layer(4, 256, window=9), layer(1, 512)],
+        )
+        for model_type in ("gemma4_text", "gemma4_unified_text")
+    ),
+    (
+        {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+        | {"per_layer_config": {"0": {"head_dim": 64}}},
+        [layer(4, 64, window=512), layer(4, 256)],
+    ),
+    (
+        {"model_type": "gemma4_text", "num_hidden_layers": 3, "num_kv_shared_layers": 1}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        [layer(4, 512), layer(4, 256, window=512), None],
+    ),
+    (
+        {"model_type": "gemma3n_text", "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        [layer(2, 256), layer(2, 256, window=512)],
+    ),
     (
         {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
         [layer(12, 64)] * 2,

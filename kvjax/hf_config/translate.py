@@ -301,8 +301,10 @@ def gemma_shared(facts: Facts) -> None:
 
 
 def gemma4(facts: Facts) -> None:
-    """Gemma 4: full layers have other head sizes."""
+    """Gemma 4: full layers have other head sizes, and the last layer is full whatever `layer_types` says."""
     gemma_shared(facts)
+    if facts["layer_types"][-1] == SLIDING:
+        facts["layer_types"][-1] = FULL
     if "per_layer_config" in facts:
         facts.pop("global_head_dim", None)
         facts.pop("num_global_key_value_heads", None)
