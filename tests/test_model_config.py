@@ -399,6 +399,11 @@ KIMI_LINEAR = LATENT | {
 }
 
 
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+RECURRENT = [None, None, layer(4, 64, window=9)]
+N_EMBED = [("falcon", [layer(1, 32)] * 2), ("bloom", [layer(71, 32)] * 2)]
+
+
 def latents(rank: int, rope: int) -> LayerKVConfig:
     return LayerKVConfig(1, rank + rope, rank, is_mla=True)
 
@@ -482,6 +487,33 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
     (
         {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
         [layer(12, 64)] * 2,
+    ),
+    # Types with names of their own, by the plain ones.
+    *(
+        (SIZES | {"model_type": model_type, **own}, [layer(kv_heads, 64)] * 2)
+        for model_type, own, kv_heads in (
+            ("bloom", {}, 4),
+            ("ctrl", {}, 4),
+            ("dbrx", {"attn_config": {"kv_n_heads": 2}}, 2),
+            ("gpt2", {}, 4),
+            ("gpt_bigcode", {}, 1),
+            ("gptj", {}, 4),
+            ("mpt", {}, 4),
+            ("mpt", {"n_layers": None, "n_heads": None, "d_model": None}, 4),
+        )
+    ),
+    ({"model_type": "jetmoe", "num_hidden_layers": 1, "head_dim": 32}, [layer(16, 32)]),
+    (SIZES | {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "sliding_window": 9}, RECURRENT),
+    (SIZES | {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "attention_window_size": 9}, RECURRENT),
+    *((FALCON | {"model_type": kind, "hidden_size": None, "n_embed": 71 * 32}, heads) for kind, heads in N_EMBED),
+    (FALCON | {"n_embed": None}, [layer(1, 64)] * 2),
+    *(
+        (
+            {"model_type": "zamba2", "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}
+            | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, name: 64},
+            [None, layer(4, 64)],
+        )
+        for name in ("attention_head_dim", "head_dim")
     ),
     (
         {"model_type": "gpt_bigcode", "n_layer": 1, "n_head": 48, "n_embd": 6144},
