@@ -402,6 +402,11 @@ KIMI_LINEAR = LATENT | {
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
 RECURRENT = [None, None, layer(4, 64, window=9)]
 N_EMBED = [("falcon", [layer(1, 32)] * 2), ("bloom", [layer(71, 32)] * 2)]
+WINDOWLESS = [
+    ("falcon_h1", [layer(8, 64)] * 2),
+    ("llama4_text", [layer(8, 128)] * 2),
+    ("zaya", [layer(2, 128)] * 2),
+]
 
 
 def latents(rank: int, rope: int) -> LayerKVConfig:
@@ -514,6 +519,16 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
             [None, layer(4, 64)],
         )
         for name in ("attention_head_dim", "head_dim")
+    ),
+    # Windows that the type's class has no layer for.
+    *((SIZES | {"model_type": kind, "sliding_window": 9}, expected) for kind, expected in WINDOWLESS),
+    (
+        {"model_type": "llama4", "text_config": SIZES | {"model_type": "llama4_text", "sliding_window": 9}},
+        [layer(8, 128)] * 2,
+    ),
+    (
+        SIZES | {"model_type": "zaya", "sliding_window": 9, "layer_types": ["hybrid", "hybrid_sliding"]},
+        [layer(2, 128), layer(2, 128, window=9)],
     ),
     (
         {"model_type": "gpt_bigcode", "n_layer": 1, "n_head": 48, "n_embd": 6144},
@@ -709,5 +724,7 @@ def test_the_states_of_recurrent_layers_are_counted():
         ModelKVConfig.from_hf_config(qwen | {"linear_num_value_heads": 0})
     llama = {"model_type": "llama", "dtype": "bfloat16"}
     jamba = {"model_type": "jamba", "dtype": "bfloat16"}
+    zaya = {"model_type": "zaya", "dtype": "bfloat16"}
     assert ModelKVConfig.from_hf_config(llama).state_bytes == 0
     assert ModelKVConfig.from_hf_config(jamba).state_bytes is None
+    assert ModelKVConfig.from_hf_config(zaya).state_bytes is None

@@ -122,7 +122,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "emu3_text_model": _plain(num_key_value_heads=8),
         "ernie4_5": _plain(num_key_value_heads=2, head_dim=128),
         "ernie4_5_moe": _plain(num_key_value_heads=4),
-        "falcon_h1": _plain(num_key_value_heads=8),
+        "falcon_h1": _plain(num_key_value_heads=8, translate=translate.no_window),
         "glm": _plain(num_key_value_heads=2, head_dim=128),
         "glm4": _plain(num_key_value_heads=2, head_dim=128),
         "glm4_moe": _plain(num_key_value_heads=8),
@@ -130,7 +130,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "hy_v3": _plain(num_key_value_heads=8, head_dim=128),
         "internlm3": _plain(num_key_value_heads=2, head_dim=128),
         "iquestcoder": _plain(num_key_value_heads=8, head_dim=128),
-        "llama4_text": _plain(num_key_value_heads=8, head_dim=128),
+        "llama4_text": _plain(num_key_value_heads=8, head_dim=128, translate=translate.no_window),
         "minimax_m2": _plain(num_key_value_heads=8, head_dim=128),
         "ministral": _plain(num_key_value_heads=8, sliding_window=4096),
         "ministral3": _plain(num_key_value_heads=8, head_dim=128),
@@ -143,7 +143,9 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "solar_open": _plain(num_key_value_heads=8, head_dim=128),
         "stablelm": _plain(num_key_value_heads=32),
         "starcoder2": _plain(num_key_value_heads=2),
-        "zaya": _plain(num_key_value_heads=2, head_dim=128),
+        "zaya": _plain(
+            num_key_value_heads=2, head_dim=128, translate=translate.patterned(lambda layer: True, then="hybrid")
+        ),
         # Some layers slide.
         "afmoe": _plain(
             head_dim=128,

@@ -52,6 +52,11 @@ def has_layer_types(facts: Facts) -> None:
         raise KVCacheValueError("config: got no 'layer_types', expected a list with the kind of each layer")
 
 
+def no_window(facts: Facts) -> None:
+    """Ignores a window: the type's class has none, so its layers cache every token."""
+    facts.pop("sliding_window", None)
+
+
 def one_of(*kinds: str) -> Mapping[str, str]:
     """Returns the meanings of a list's entries: each kind is itself, older names are mapped to newer ones."""
     older = {"attention": FULL, "mamba": LINEAR}
