@@ -399,6 +399,7 @@ KIMI_LINEAR = LATENT | {
 }
 
 
+LONGCAT = {key: value for key, value in LATENT.items() if key != "num_hidden_layers"} | {"model_type": "longcat_flash"}
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
 RECURRENT = [None, None, layer(4, 64, window=9)]
 N_EMBED = [("falcon", [layer(1, 32)] * 2), ("bloom", [layer(71, 32)] * 2)]
@@ -558,10 +559,15 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
     (LATENT | {"model_type": "deepseek_v3", "qk_rope_head_dim": 0}, [latents(512, 0)] * 2),
     (KIMI_LINEAR | {"model_type": "kimi_linear"}, [None, None, None, latents(512, 64)]),
     (LATENT | {"model_type": "bailing_hybrid", "layer_group_size": 2}, [None, latents(512, 64)]),
-    (
-        {key: value for key, value in LATENT.items() if key != "num_hidden_layers"}
-        | {"model_type": "longcat_flash", "num_layers": 2},
-        [latents(512, 64)] * 4,
+    # LongCat's `num_hidden_layers` counts the attentions, of which each of `num_layers` has two.
+    *(
+        (LONGCAT | layers, [latents(512, 64)] * attentions)
+        for layers, attentions in (
+            ({"num_layers": 2}, 4),
+            ({"num_hidden_layers": 4}, 4),
+            ({"num_layers": 2, "num_hidden_layers": 4}, 4),
+            ({}, 56),
+        )
     ),
     ({"model_type": "kimi_k25", "text_config": LATENT | {"model_type": "deepseek_v3"}}, [latents(512, 64)] * 2),
 ]
@@ -645,6 +651,12 @@ def test_names_that_disagree_are_refused():
     config = {"model_type": "gpt2", "n_layer": 2, "num_hidden_layers": 3, "n_head": 2, "n_embd": 64, "dtype": "float32"}
     with pytest.raises(KVCacheValueError, match="got n_layer=2 and num_hidden_layers=3, expected one of them"):
         ModelKVConfig.from_hf_config(config)
+
+
+@pytest.mark.parametrize("layers", [{"num_layers": 4, "num_hidden_layers": 4}, {"num_hidden_layers": 5}])
+def test_layers_of_longcat_that_are_not_half_of_its_attentions_are_refused(layers: dict[str, int]):
+    with pytest.raises(KVCacheValueError, match=r"num_hidden_layers=\d, expected 2 attentions for each of num_layers"):
+        read_by_layer(LONGCAT | layers)
 
 
 @pytest.mark.parametrize("key", ["sliding_window", "skip"])

@@ -31,7 +31,6 @@ _SIZES = """
 28 16 4096: codegen gptj
 28 20 2560: ernie4_5_moe
 28 32 2304: mellum
-28 64 6144: longcat_flash
 30 8 2304: gemma4_text gemma4_unified_text
 30 20 2560: bitnet
 30 24 3072: starcoder2

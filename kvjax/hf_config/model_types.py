@@ -331,11 +331,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
             layer_group_size=6, first=translate.every_of("layer_group_size", otherwise=translate.LINEAR)
         ),
         "kimi_linear": _latent_type("linear_attn_config", first=translate.kimi_linear),
-        "longcat_flash": ModelType(
-            keys=(*PLAIN_KEYS, *_LATENT_KEYS),
-            names={"num_hidden_layers": ("num_layers",)},
-            translate=translate.longcat,
-        ),
+        "longcat_flash": _plain(*_LATENT_KEYS, "num_layers", translate=translate.longcat),
         # Other names of plain keys.
         **dict.fromkeys(["gpt2", "gptj", "ctrl"], _mha("n_layer", "n_head", "n_embd")),
         **dict.fromkeys(["biogpt", "git", "gpt_neox", "gpt_neox_japanese", "opt", "persimmon"], _mha()),
