@@ -570,6 +570,12 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         )
     ),
     ({"model_type": "kimi_k25", "text_config": LATENT | {"model_type": "deepseek_v3"}}, [latents(512, 64)] * 2),
+    # Composites whose class fills in a part of `text_config` that differs from the defaults of its type.
+    ({"model_type": "voxtral", "text_config": {}}, [layer(8, 128)] * 30),
+    ({"model_type": "voxtral", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}, [layer(8, 128)] * 2),
+    ({"model_type": "voxtral", "text_config": {"num_hidden_layers": 2, "head_dim": None}}, [layer(8, 96)] * 2),
+    ({"model_type": "glmasr", "text_config": {}}, [layer(4, 128)] * 28),
+    ({"model_type": "glmasr", "text_config": SIZES}, [layer(4, 64)] * 2),
 ]
 
 
