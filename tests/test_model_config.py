@@ -399,6 +399,17 @@ KIMI_LINEAR = LATENT | {
 }
 
 
+LONGCAT = {key: value for key, value in LATENT.items() if key != "num_hidden_layers"} | {"model_type": "longcat_flash"}
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+RECURRENT = [None, None, layer(4, 64, window=9)]
+N_EMBED = [("falcon", [layer(1, 32)] * 2), ("bloom", [layer(71, 32)] * 2)]
+WINDOWLESS = [
+    ("falcon_h1", [layer(8, 64)] * 2),
+    ("llama4_text", [layer(8, 128)] * 2),
+    ("zaya", [layer(2, 128)] * 2),
+]
+
+
 def latents(rank: int, rope: int) -> LayerKVConfig:
     return LayerKVConfig(1, rank + rope, rank, is_mla=True)
 
@@ -455,9 +466,70 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
         | {"per_layer_config": {"0": {"head_dim": 512, "global_head_dim": 64, "num_global_key_value_heads": 1}}},
         [layer(4, 512)],
     ),
+    # transformers makes the last layer of Gemma 4 full.
+    *(
+        (
+            {"model_type": model_type, "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 9},
+            [layer(4, 256, window=9), layer(1, 512)],
+        )
+        for model_type in ("gemma4_text", "gemma4_unified_text")
+    ),
+    (
+        {"model_type": "gemma4_text", "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+        | {"per_layer_config": {"0": {"head_dim": 64}}},
+        [layer(4, 64, window=512), layer(4, 256)],
+    ),
+    (
+        {"model_type": "gemma4_text", "num_hidden_layers": 3, "num_kv_shared_layers": 1}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        [layer(4, 512), layer(4, 256, window=512), None],
+    ),
+    (
+        {"model_type": "gemma3n_text", "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+        [layer(2, 256), layer(2, 256, window=512)],
+    ),
     (
         {"model_type": "gpt2", "n_layer": 2, "n_head": 12, "n_embd": 768, "num_key_value_heads": 1},
         [layer(12, 64)] * 2,
+    ),
+    # Types with names of their own, by the plain ones.
+    *(
+        (SIZES | {"model_type": model_type, **own}, [layer(kv_heads, 64)] * 2)
+        for model_type, own, kv_heads in (
+            ("bloom", {}, 4),
+            ("ctrl", {}, 4),
+            ("dbrx", {"attn_config": {"kv_n_heads": 2}}, 2),
+            ("gpt2", {}, 4),
+            ("gpt_bigcode", {}, 1),
+            ("gptj", {}, 4),
+            ("mpt", {}, 4),
+            ("mpt", {"n_layers": None, "n_heads": None, "d_model": None}, 4),
+        )
+    ),
+    ({"model_type": "jetmoe", "num_hidden_layers": 1, "head_dim": 32}, [layer(16, 32)]),
+    (SIZES | {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "sliding_window": 9}, RECURRENT),
+    (SIZES | {"model_type": "recurrent_gemma", "num_hidden_layers": 3, "attention_window_size": 9}, RECURRENT),
+    *((FALCON | {"model_type": kind, "hidden_size": None, "n_embed": 71 * 32}, heads) for kind, heads in N_EMBED),
+    (FALCON | {"n_embed": None}, [layer(1, 64)] * 2),
+    *(
+        (
+            {"model_type": "zamba2", "num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]}
+            | {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, name: 64},
+            [None, layer(4, 64)],
+        )
+        for name in ("attention_head_dim", "head_dim")
+    ),
+    # Windows that the type's class has no layer for.
+    *((SIZES | {"model_type": kind, "sliding_window": 9}, expected) for kind, expected in WINDOWLESS),
+    (
+        {"model_type": "llama4", "text_config": SIZES | {"model_type": "llama4_text", "sliding_window": 9}},
+        [layer(8, 128)] * 2,
+    ),
+    (
+        SIZES | {"model_type": "zaya", "sliding_window": 9, "layer_types": ["hybrid", "hybrid_sliding"]},
+        [layer(2, 128), layer(2, 128, window=9)],
     ),
     (
         {"model_type": "gpt_bigcode", "n_layer": 1, "n_head": 48, "n_embd": 6144},
@@ -487,12 +559,23 @@ MECHANISMS: list[tuple[dict[str, Any], list[LayerKVConfig | None]]] = [
     (LATENT | {"model_type": "deepseek_v3", "qk_rope_head_dim": 0}, [latents(512, 0)] * 2),
     (KIMI_LINEAR | {"model_type": "kimi_linear"}, [None, None, None, latents(512, 64)]),
     (LATENT | {"model_type": "bailing_hybrid", "layer_group_size": 2}, [None, latents(512, 64)]),
-    (
-        {key: value for key, value in LATENT.items() if key != "num_hidden_layers"}
-        | {"model_type": "longcat_flash", "num_layers": 2},
-        [latents(512, 64)] * 4,
+    # LongCat's `num_hidden_layers` counts the attentions, of which each of `num_layers` has two.
+    *(
+        (LONGCAT | layers, [latents(512, 64)] * attentions)
+        for layers, attentions in (
+            ({"num_layers": 2}, 4),
+            ({"num_hidden_layers": 4}, 4),
+            ({"num_layers": 2, "num_hidden_layers": 4}, 4),
+            ({}, 56),
+        )
     ),
     ({"model_type": "kimi_k25", "text_config": LATENT | {"model_type": "deepseek_v3"}}, [latents(512, 64)] * 2),
+    # Composites whose class fills in a part of `text_config` that differs from the defaults of its type.
+    ({"model_type": "voxtral", "text_config": {}}, [layer(8, 128)] * 30),
+    ({"model_type": "voxtral", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}, [layer(8, 128)] * 2),
+    ({"model_type": "voxtral", "text_config": {"num_hidden_layers": 2, "head_dim": None}}, [layer(8, 96)] * 2),
+    ({"model_type": "glmasr", "text_config": {}}, [layer(4, 128)] * 28),
+    ({"model_type": "glmasr", "text_config": SIZES}, [layer(4, 64)] * 2),
 ]
 
 
@@ -576,6 +659,12 @@ def test_names_that_disagree_are_refused():
         ModelKVConfig.from_hf_config(config)
 
 
+@pytest.mark.parametrize("layers", [{"num_layers": 4, "num_hidden_layers": 4}, {"num_hidden_layers": 5}])
+def test_layers_of_longcat_that_are_not_half_of_its_attentions_are_refused(layers: dict[str, int]):
+    with pytest.raises(KVCacheValueError, match=r"num_hidden_layers=\d, expected 2 attentions for each of num_layers"):
+        read_by_layer(LONGCAT | layers)
+
+
 @pytest.mark.parametrize("key", ["sliding_window", "skip"])
 def test_a_layer_that_differs_otherwise_is_refused(key: str):
     config = {"model_type": "gemma4_text", "num_hidden_layers": 1, "layer_types": ["full_attention"]}
@@ -653,5 +742,7 @@ def test_the_states_of_recurrent_layers_are_counted():
         ModelKVConfig.from_hf_config(qwen | {"linear_num_value_heads": 0})
     llama = {"model_type": "llama", "dtype": "bfloat16"}
     jamba = {"model_type": "jamba", "dtype": "bfloat16"}
+    zaya = {"model_type": "zaya", "dtype": "bfloat16"}
     assert ModelKVConfig.from_hf_config(llama).state_bytes == 0
     assert ModelKVConfig.from_hf_config(jamba).state_bytes is None
+    assert ModelKVConfig.from_hf_config(zaya).state_bytes is None

@@ -31,7 +31,6 @@ _SIZES = """
 28 16 4096: codegen gptj
 28 20 2560: ernie4_5_moe
 28 32 2304: mellum
-28 64 6144: longcat_flash
 30 8 2304: gemma4_text gemma4_unified_text
 30 20 2560: bitnet
 30 24 3072: starcoder2
@@ -103,3 +102,15 @@ def _by_type(text: str) -> Mapping[str, Mapping[str, int]]:
 
 DEFAULT_SIZES = _by_type(_SIZES)
 """The plain keys of sizes, by model type. Types whose class derives one of them, or has none, are missing."""
+
+TEXT_DEFAULTS: Mapping[str, Mapping[str, int]] = types.MappingProxyType(
+    {
+        "glmasr": types.MappingProxyType(
+            {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 4, "hidden_size": 2048}
+        ),
+        "voxtral": types.MappingProxyType(
+            {"num_hidden_layers": 30, "num_key_value_heads": 8, "hidden_size": 3072, "head_dim": 128}
+        ),
+    }
+)
+"""What a composite's class fills in where its `text_config` leaves it out, before the defaults of the text's type."""

@@ -24,7 +24,8 @@ class ModelType:
 
     Attributes:
       keys: the keys that are read; all others are ignored.
-      names: the type's own names of plain keys.
+      names: the type's own names of plain keys. Those in `keys` are read by their plain names too, as transformers does
+        by a class's `attribute_map`.
       defaults: values that transformers' class fills in for missing keys. A null is not missing.
       translate: translates the type's own keys to plain ones, in place; returns what it had to assume, if anything.
     """
@@ -46,8 +47,9 @@ class ModelType:
                     f" expected one of them, or the same in each"
                 )
             for name in names:
-                if name in stated:
-                    stated[key] = stated.pop(name)
+                # A null beside the plain name says nothing.
+                if name in stated and ((value := stated.pop(name)) is not None or key not in stated):
+                    stated[key] = value
         facts = {key: value for key, value in {**self.defaults, **stated}.items() if value is not None}
         return facts, self.translate(facts) if self.translate else None
 
@@ -71,11 +73,14 @@ def _gemma4(sliding_window: int) -> ModelType:
     )
 
 
+_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+
+
 def _mha(
     layers: str = "num_hidden_layers", heads: str = "num_attention_heads", hidden: str = "hidden_size"
 ) -> ModelType:
     """Returns a type with one KV head per query head, and these names of its sizes."""
-    plain = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden}
+    plain = dict(zip(_SIZES, (layers, heads, hidden), strict=True))
     return ModelType(
         keys=tuple(plain),
         names={key: (name,) for key, name in plain.items() if name != key},
@@ -98,6 +103,7 @@ def _latent_type(*keys: str, first: Callable[[Facts], None] | None = None, **def
 _QWEN: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
 _INTERVAL = translate.every_of("full_attention_interval", otherwise=translate.LINEAR)
 _OLD_NAMES = {"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
+_MPT_NAMES = {"num_hidden_layers": ("n_layers",), "num_attention_heads": ("n_heads",), "hidden_size": ("d_model",)}
 
 _PLAIN_TYPES = """
 apertus arcee aria_text cohere diffllama doge flex_olmo granite granitemoe granitemoeshared hunyuan_v1_dense
@@ -116,7 +122,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "emu3_text_model": _plain(num_key_value_heads=8),
         "ernie4_5": _plain(num_key_value_heads=2, head_dim=128),
         "ernie4_5_moe": _plain(num_key_value_heads=4),
-        "falcon_h1": _plain(num_key_value_heads=8),
+        "falcon_h1": _plain(num_key_value_heads=8, translate=translate.no_window),
         "glm": _plain(num_key_value_heads=2, head_dim=128),
         "glm4": _plain(num_key_value_heads=2, head_dim=128),
         "glm4_moe": _plain(num_key_value_heads=8),
@@ -124,7 +130,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "hy_v3": _plain(num_key_value_heads=8, head_dim=128),
         "internlm3": _plain(num_key_value_heads=2, head_dim=128),
         "iquestcoder": _plain(num_key_value_heads=8, head_dim=128),
-        "llama4_text": _plain(num_key_value_heads=8, head_dim=128),
+        "llama4_text": _plain(num_key_value_heads=8, head_dim=128, translate=translate.no_window),
         "minimax_m2": _plain(num_key_value_heads=8, head_dim=128),
         "ministral": _plain(num_key_value_heads=8, sliding_window=4096),
         "ministral3": _plain(num_key_value_heads=8, head_dim=128),
@@ -137,7 +143,9 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "solar_open": _plain(num_key_value_heads=8, head_dim=128),
         "stablelm": _plain(num_key_value_heads=32),
         "starcoder2": _plain(num_key_value_heads=2),
-        "zaya": _plain(num_key_value_heads=2, head_dim=128),
+        "zaya": _plain(
+            num_key_value_heads=2, head_dim=128, translate=translate.patterned(lambda layer: True, then="hybrid")
+        ),
         # Some layers slide.
         "afmoe": _plain(
             head_dim=128,
@@ -286,7 +294,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "qwen3_5_text": _plain(num_key_value_heads=4, head_dim=256, full_attention_interval=4, translate=_INTERVAL),
         "qwen3_next": _plain(num_key_value_heads=2, head_dim=256, full_attention_interval=4, translate=_INTERVAL),
         "recurrent_gemma": ModelType(
-            keys=(*PLAIN_KEYS[:5], "block_types"),
+            keys=(*PLAIN_KEYS[:5], "sliding_window", "block_types"),
             names={"sliding_window": ("attention_window_size",)},
             defaults={"sliding_window": 2048, "block_types": ["recurrent", "recurrent", "attention"]},
             translate=translate.recurrent_gemma,
@@ -303,8 +311,10 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
                 "num_attention_heads",
                 "num_key_value_heads",
                 "hidden_size",
+                "head_dim",
                 "layers_block_type",
             ),
+            names={"head_dim": ("attention_head_dim",)},
             translate=translate.zamba,
         ),
         # One latent per token for all heads.
@@ -321,16 +331,12 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
             layer_group_size=6, first=translate.every_of("layer_group_size", otherwise=translate.LINEAR)
         ),
         "kimi_linear": _latent_type("linear_attn_config", first=translate.kimi_linear),
-        "longcat_flash": ModelType(
-            keys=(*PLAIN_KEYS, *_LATENT_KEYS),
-            names={"num_hidden_layers": ("num_layers",)},
-            translate=translate.longcat,
-        ),
+        "longcat_flash": _plain(*_LATENT_KEYS, "num_layers", translate=translate.longcat),
         # Other names of plain keys.
         **dict.fromkeys(["gpt2", "gptj", "ctrl"], _mha("n_layer", "n_head", "n_embd")),
         **dict.fromkeys(["biogpt", "git", "gpt_neox", "gpt_neox_japanese", "opt", "persimmon"], _mha()),
         "bloom": ModelType(
-            keys=("num_hidden_layers", "num_attention_heads", "hidden_size"),
+            keys=_SIZES,
             names={"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "hidden_size": ("n_embed",)},
             translate=translate.all_heads,
         ),
@@ -341,43 +347,27 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
             defaults={"head_dim": 128},
             translate=translate.all_heads,
         ),
-        "dbrx": ModelType(
-            keys=("attn_config",),
-            names={
-                "num_hidden_layers": ("n_layers",),
-                "num_attention_heads": ("n_heads",),
-                "hidden_size": ("d_model",),
-            },
-            translate=translate.dbrx,
-        ),
+        "dbrx": ModelType(keys=(*_SIZES, "attn_config"), names=_MPT_NAMES, translate=translate.dbrx),
         "falcon": ModelType(
-            keys=("num_hidden_layers", "num_attention_heads", "hidden_size", "multi_query", "new_decoder_architecture"),
-            names={"num_key_value_heads": ("num_kv_heads",)},
+            keys=(*_SIZES, "multi_query", "new_decoder_architecture"),
+            names={"num_key_value_heads": ("num_kv_heads",), "hidden_size": ("n_embed",)},
             translate=translate.falcon,
         ),
-        "gpt_bigcode": ModelType(keys=("multi_query",), names=_OLD_NAMES, translate=translate.gpt_bigcode),
+        "gpt_bigcode": ModelType(keys=(*_SIZES, "multi_query"), names=_OLD_NAMES, translate=translate.gpt_bigcode),
         "gpt_neo": _mha("num_layers", "num_heads"),
         "hrm_text": _plain("num_layers_per_stack", head_dim=128, H_cycles=2, L_cycles=3, translate=translate.hrm_text),
         "jetmoe": ModelType(
-            keys=("num_hidden_layers", "num_key_value_heads"),
+            keys=("num_hidden_layers", "num_key_value_heads", "head_dim"),
             names={"head_dim": ("kv_channels",)},
             defaults={"num_key_value_heads": 16, "head_dim": 128},
         ),
-        "mpt": ModelType(
-            keys=("attn_config",),
-            names={
-                "num_hidden_layers": ("n_layers",),
-                "num_attention_heads": ("n_heads",),
-                "hidden_size": ("d_model",),
-            },
-            translate=translate.mpt,
-        ),
+        "mpt": ModelType(keys=(*_SIZES, "attn_config"), names=_MPT_NAMES, translate=translate.mpt),
         "xglm": _mha("num_layers", "attention_heads", "d_model"),
         # Encoders, unless used as decoders.
         **dict.fromkeys(
             _ENCODER_TYPES.split(),
             ModelType(
-                keys=("num_hidden_layers", "num_attention_heads", "hidden_size", "is_decoder", "add_cross_attention"),
+                keys=(*_SIZES, "is_decoder", "add_cross_attention"),
                 translate=translate.encoder,
             ),
         ),

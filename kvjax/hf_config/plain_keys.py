@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import KVCacheValueError, shown
+from kvjax.hf_config.default_sizes import TEXT_DEFAULTS
 from kvjax.hf_config.keys import PLAIN_KEYS, Facts
 from kvjax.hf_config.model_types import MODEL_TYPES, ModelType
 
@@ -279,15 +280,20 @@ def plain_keys(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Facts, Dou
 
 
 def language_model(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
-    """Returns the part that describes the language model (`text_config`, if present) and its type."""
+    """Returns the part that describes the language model (`text_config`, if present) and its type.
+
+    What the composite's class fills in is in the part: it comes before the defaults of the type.
+    """
     text, outer = config.get("text_config"), config.get("model_type")
     if text is None:
         return config, outer
     if not isinstance(text, Mapping):
         raise KVCacheValueError(f"config.text_config: got {shown(text)}, expected a mapping")
     model_type = text.get("model_type")
-    if model_type is None and isinstance(outer, str):
-        model_type = COMPOSITES.get(outer)
+    if isinstance(outer, str):
+        text = {**TEXT_DEFAULTS.get(outer, {}), **text}
+        if model_type is None:
+            model_type = COMPOSITES.get(outer)
     return text, model_type
 
 

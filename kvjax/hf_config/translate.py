@@ -24,6 +24,9 @@ from kvjax.hf_config.keys import (
 # Kinds of layers, named as in `layer_types`. Sliding and full layers cache keys and values.
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
+# transformers' `num_layers`. No row has it as a default: beside a stated `num_hidden_layers` it would contradict it.
+LONGCAT_LAYERS = 28
+
 
 def patterned(rule: Callable[[int], bool], *, then: str = FULL, otherwise: str = SLIDING) -> Callable[[Facts], None]:
     """Fills in a missing `layer_types`: `then` for the layers that satisfy the rule."""
@@ -50,6 +53,11 @@ def has_layer_types(facts: Facts) -> None:
     """Requires `layer_types`, without which the kinds of layers are unknown."""
     if "layer_types" not in facts:
         raise KVCacheValueError("config: got no 'layer_types', expected a list with the kind of each layer")
+
+
+def no_window(facts: Facts) -> None:
+    """Ignores a window: the type's class has none, so its layers cache every token."""
+    facts.pop("sliding_window", None)
 
 
 def one_of(*kinds: str) -> Mapping[str, str]:
@@ -97,8 +105,15 @@ def latent(facts: Facts) -> None:
 
 
 def longcat(facts: Facts) -> None:
-    """LongCat: each layer has two attentions, with a cache each."""
-    facts["num_hidden_layers"] = 2 * num_layers(facts)
+    """LongCat: each of `num_layers` has two attentions, which `num_hidden_layers` counts, with a cache each."""
+    layers, attentions = first_int(facts, "num_layers"), first_int(facts, "num_hidden_layers")
+    if attentions is None:
+        facts["num_hidden_layers"] = 2 * (LONGCAT_LAYERS if layers is None else layers)
+    elif attentions % 2 or layers not in (None, attentions // 2):
+        raise KVCacheValueError(
+            f"config: got num_layers={shown(layers)} and num_hidden_layers={attentions}, expected 2 attentions for each"
+            " of num_layers"
+        )
     latent(facts)
 
 
@@ -301,8 +316,10 @@ def gemma_shared(facts: Facts) -> None:
 
 
 def gemma4(facts: Facts) -> None:
-    """Gemma 4: full layers have other head sizes."""
+    """Gemma 4: full layers have other head sizes, and the last layer is full whatever `layer_types` says."""
     gemma_shared(facts)
+    if facts["layer_types"][-1] == SLIDING:
+        facts["layer_types"][-1] = FULL
     if "per_layer_config" in facts:
         facts.pop("global_head_dim", None)
         facts.pop("num_global_key_value_heads", None)

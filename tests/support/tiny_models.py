@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import itertools
 import re
@@ -51,6 +52,7 @@ LEFT_OUT = object()
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 _SLIDE = ["sliding_attention"] * 5 + ["full_attention"] + ["sliding_attention", "full_attention"]
+_SLIDES_LAST = ["full_attention", "sliding_attention"] * 4
 _GEMMA4 = {"layer_types": _SLIDE, "per_layer_config": LEFT_OUT, "global_head_dim": 32}
 _QWEN = [{}, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 5, "layer_types": LEFT_OUT}]
 CHANGES: dict[str, list[dict[str, Any]]] = {
@@ -77,9 +79,14 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "gemma4_text": [
         _GEMMA4,
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
+        {**_GEMMA4, "layer_types": _SLIDES_LAST},
     ],
     "gemma4_unified": [{"text_config": _GEMMA4}],
-    "gemma4_unified_text": [_GEMMA4, {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}],
+    "gemma4_unified_text": [
+        _GEMMA4,
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {**_GEMMA4, "layer_types": _SLIDES_LAST},
+    ],
     "gpt_bigcode": [{}, {"multi_query": False}],
     "granitemoehybrid": [{**_MAMBA, "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2}],
     "helium": [{"head_dim": 16}],
@@ -164,8 +171,8 @@ def tiny_configs(model_type: str) -> Iterator[dict[str, Any]]:
 
 
 def load(model_type: str, config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """What transformers makes of a file."""
-    return CONFIG_MAPPING[model_type].from_dict(dict(config))
+    """What transformers makes of a file; it changes lists of its argument in place."""
+    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(config)))
 
 
 def cached_layers(model_type: str, config: transformers.PreTrainedConfig) -> list[LayerKVConfig | None]:
