@@ -19,6 +19,7 @@ _SIZES = """
 16 16 2048: olmoe
 16 32 2048: diffllama
 18 16 1024: ernie4_5
+19 64 4096: sarvam_moe
 22 12 768: modernbert-decoder
 24 16 1024: bert-generation biogpt megatron-bert xglm
 24 16 2048: dbrx gpt_neo lfm3 mpt qwen2_moe
@@ -43,9 +44,9 @@ _SIZES = """
 32 32 2048: lfm2_moe
 32 32 2560: arcee gpt_neox_japanese lfm2 stablelm
 32 32 3072: phi3 phi4_multimodal
-32 32 4096: apertus aria_text bamba deepseek_v2 emu3_text_model exaone4 exaone_moe falcon_h1 flex_olmo granite
-  granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hyperclovax jamba llama
-  minimax ministral mistral mixtral moshi olmo olmo2 olmo3 phimoe qwen2 qwen3
+32 32 4096: apertus apertus1p5_text aria_text bamba deepseek_v2 emu3_text_model exaone exaone4 exaone_moe falcon_h1
+  flex_olmo granite granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe
+  hyperclovax jamba llama minimax ministral mistral mixtral moshi olmo olmo2 olmo3 phimoe qwen2 qwen3
 32 48 6144: nemotron
 32 64 4096: sarvam_mla
 32 71 4544: falcon

@@ -106,8 +106,8 @@ _OLD_NAMES = {"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head
 _MPT_NAMES = {"num_hidden_layers": ("n_layers",), "num_attention_heads": ("n_heads",), "hidden_size": ("d_model",)}
 
 _PLAIN_TYPES = """
-apertus arcee aria_text cohere diffllama doge flex_olmo granite granitemoe granitemoeshared hunyuan_v1_dense
-hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe phi phi3
+apertus apertus1p5_text arcee aria_text cohere diffllama doge flex_olmo granite granitemoe granitemoeshared
+hunyuan_v1_dense hunyuan_v1_moe hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe phi phi3
 """
 _ENCODER_TYPES = """
 bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
@@ -122,6 +122,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "emu3_text_model": _plain(num_key_value_heads=8),
         "ernie4_5": _plain(num_key_value_heads=2, head_dim=128),
         "ernie4_5_moe": _plain(num_key_value_heads=4),
+        "exaone": dataclasses.replace(_plain(num_key_value_heads=8), names={"num_hidden_layers": ("num_layers",)}),
         "falcon_h1": _plain(num_key_value_heads=8, translate=translate.no_window),
         "glm": _plain(num_key_value_heads=2, head_dim=128),
         "glm4": _plain(num_key_value_heads=2, head_dim=128),
@@ -140,6 +141,7 @@ _ROWS: Mapping[str, ModelType] = types.MappingProxyType(
         "phi4_multimodal": _plain(num_key_value_heads=8),
         "phimoe": _plain(num_key_value_heads=8),
         "seed_oss": _plain(num_key_value_heads=8, head_dim=128),
+        "sarvam_moe": _plain(num_key_value_heads=4, head_dim=64),
         "solar_open": _plain(num_key_value_heads=8, head_dim=128),
         "stablelm": _plain(num_key_value_heads=32),
         "starcoder2": _plain(num_key_value_heads=2),
