@@ -53,8 +53,8 @@ def calibrate(
 
     - `"amax"`: `largest magnitude / largest value of the dtype`, which is 448 for fp8_e4m3, 57344 for fp8_e5m2, 6 * 448
       for NVFP4. No sample is clamped.
-    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64: one below
-      `2**-40` to that, one of `2**40` or more to the largest magnitude. Larger values are clamped; all others are
+    - `"percentile"`: the same with a percentile of the nonzero magnitudes, rounded up by at most 1/64. Below `2**-40`
+      it is rounded up to that; from `2**40` on it is the largest magnitude. Larger values are clamped; all others are
       stored in finer steps.
     - `"mse"`: tries 33 scales, `2 ** (i / 8)` times that of `"amax"` for `i` from 8 to -24. For each it sums the
       squared errors of the samples after they are stored and read back. It takes the largest scale whose sum is within
@@ -77,7 +77,7 @@ def calibrate(
       KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
         percentile out of range; `per_head` without a layer that takes a scale per head.
       KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator;
-        a percentile that is no number.
+        `percentile` is not a number.
 
     Warns:
       KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.

@@ -129,8 +129,8 @@ def load_kv_scales(
         invalid safetensors file, index or `hf_quant_config.json`, or one that is not a regular file; different values
         of a scale in two files; a scale that is neither a scalar nor one per head, or not between `MIN_SCALE` and
         `MAX_SCALE`; scales of more than one language model.
-      KVCacheTypeError: `checkpoint` is neither a path nor a mapping; a mapping's scale is not of real numbers;
-        `key_rotation` does not consist of layer indices.
+      KVCacheTypeError: `checkpoint` is neither a path nor a mapping; a scale in a mapping is not a real number or an
+        array of them; `key_rotation` does not consist of layer indices.
       OSError: `checkpoint` does not exist, or a file cannot be read.
 
     Warns:

@@ -71,8 +71,9 @@ class StepMetadata:
 
         Raises:
           KVCacheValueError: the step does not fit the largest size; more new tokens than a sequence has, or new
-            tokens in a freed block; a sequence given twice, or new tokens in the slots of another's, as of a fork
-            without an `append` since; a sequence with new tokens without a row of its own, where rows are given.
+            tokens in a freed block; a sequence given twice; two sequences with new tokens in the same slots, such as a
+            fork and its parent before `append`; a sequence with new tokens without a row of its own, where rows are
+            given.
           KVCacheTypeError: not a sequence of `PagedSequence`s, or not one of ints.
         """
         sequences, q_lens = _checked(sequences, q_lens)

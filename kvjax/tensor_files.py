@@ -65,7 +65,7 @@ def open_tensors(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Tens
       KVCacheValueError: a folder without such files; a file that is malformed, or not a regular file; an index that
         names files that are not there, or hold no such tensor; a tensor of which two files hold different values. On
         opening, or on reading a tensor. The message names the file.
-      KVCacheTypeError: neither a path nor a mapping from strings. On reading, a tensor that is not of real numbers.
+      KVCacheTypeError: neither a path nor a mapping from strings. On reading, a tensor that does not hold real numbers.
       OSError: `checkpoint` does not exist, or a file cannot be read.
     """
     if isinstance(checkpoint, Mapping):

@@ -292,7 +292,7 @@ def test_all_zero_keys_get_a_scale_of_one_by_mse():
 
 
 @pytest.mark.parametrize("exponent", [-80, 70])
-def test_the_scale_of_the_least_error_goes_with_the_magnitude(exponent: int):
+def test_the_scale_of_the_least_error_is_proportional_to_the_magnitude(exponent: int):
     """Squared errors of such magnitudes do not fit float32."""
     samples = [[tuple(x * np.float32(2.0**exponent) for x in layer) for layer in batch] for batch in SAMPLES]
     by_head = calibrate(SPECS, SAMPLES, method="mse", per_head=True)
@@ -353,7 +353,7 @@ def test_invalid_arguments_are_refused_by_name(change: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize("percentile", ["99", None, True, 99j, np.array([99.0])], ids=repr)
-def test_a_percentile_that_is_no_number_is_refused_by_type(percentile: Any):
+def test_a_percentile_that_is_not_a_number_is_refused(percentile: Any):
     with pytest.raises(KVCacheTypeError, match=r"percentile: got .* of type .*, expected a number above 0 and at most"):
         calibrate(SPECS, SAMPLES, method="percentile", percentile=percentile)
 

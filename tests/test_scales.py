@@ -437,13 +437,13 @@ def test_a_mapping_without_names_or_numbers_is_refused():
     ],
     ids=repr,
 )
-def test_a_scale_that_is_no_number_is_refused_by_type(scale: Any, got: str):
+def test_a_scale_that_is_not_a_number_is_refused(scale: Any, got: str):
     tensors = {"layers.0.attn.k_scale": scale}
     with pytest.raises(KVCacheTypeError, match=rf"layers\.0\.attn\.k_scale: got {got}, expected an array of numbers"):
         load_kv_scales(tensors, FP8_MODEL)
 
 
-def test_a_tensor_of_torch_without_real_numbers_is_refused_by_type():
+def test_a_torch_tensor_that_does_not_hold_real_numbers_is_refused():
     torch = pytest.importorskip("torch")
     for tensor in (torch.tensor(True), torch.tensor(0.5j)):
         with pytest.raises(KVCacheTypeError, match=rf"got dtype {tensor.dtype}, expected an array of numbers"):

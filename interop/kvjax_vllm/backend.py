@@ -125,14 +125,16 @@ class KvjaxBackend(PagesBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Why a model that passes every other check is refused: it has ALiBi, or another backend serves MLA."""
+        """Why a model that passes every other check is refused, for example because another backend serves MLA."""
         if use_mla:
             return f"models of MLA are served by {kvjax_vllm.MLA_NAME}"
         vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is not None and vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
+        if vllm_config is None:
+            return None
+        if vllm_config.model_config is not None and vllm_config.model_config.uses_alibi:
             return "ALiBi not supported"
-        if vllm_config is not None and vllm_config.cache_config.kv_sharing_fast_prefill:
-            return "kv_sharing_fast_prefill not supported: its steps may reach the host after they are divided there"
+        if vllm_config.cache_config.kv_sharing_fast_prefill:
+            return "kv_sharing_fast_prefill not supported: it copies query lengths to the host without waiting for them"
         return None
 
     @classmethod
@@ -142,7 +144,7 @@ class KvjaxBackend(PagesBackend):
 
 
 OWN_WRITES = frozenset({"kimi_k3"})
-"""Models whose layers write and expand latents themselves, with the checkpoint's scale."""
+"""Models whose layers write and expand latents themselves, with the checkpoint's scales."""
 
 FUSED_WRITE = "fuse_rope_kvcache_cat_mla"
 """A pass of vLLM's compilation that replaces a layer's write by vLLM's own operation."""
@@ -199,7 +201,8 @@ class KvjaxMLABackend(PagesBackend, MLACommonBackend):
         if getattr(getattr(vllm_config.compilation_config, "pass_config", None), FUSED_WRITE, False):
             return f"compilation pass {FUSED_WRITE} not supported: it writes latents itself, with another scale"
         if model_config.hf_config.model_type in OWN_WRITES and file_of_scales(vllm_config) is not None:
-            return f"a file of scales for {model_config.hf_config.model_type} not supported: vLLM writes its latents"
+            name = model_config.hf_config.model_type
+            return f"a file of scales for {name} not supported: its layers write latents with the checkpoint's scales"
         if getattr(getattr(vllm_config, "attention_config", None), "use_prefill_query_quantization", False):
             return "use_prefill_query_quantization not supported for latents"
         config, parallel = model_config.hf_text_config, vllm_config.parallel_config

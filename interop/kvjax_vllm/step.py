@@ -62,7 +62,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         drafting = vllm_config.speculative_config
         # A draft model's first pass adds tokens to sequences, but not to the upper bound of their lengths.
-        self._unbounded_tokens = 0 if drafting is None else drafting.num_speculative_tokens + 1
+        self._draft_margin = 0 if drafting is None else drafting.num_speculative_tokens + 1
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -92,7 +92,7 @@ class KvjaxMetadataBuilder(AttentionMetadataBuilder[KvjaxMetadata]):
             upper = common.seq_lens_cpu_upper_bound
             max_seq_len = common.max_seq_len
             if upper is not None:
-                max_seq_len = min(max_seq_len, int(upper[num_decodes:].max()) + self._unbounded_tokens)
+                max_seq_len = min(max_seq_len, int(upper[num_decodes:].max()) + self._draft_margin)
             max_blocks = max(-(-max_seq_len // self.kv_cache_spec.block_size), 1)
             prompts = StepSequences(
                 slice(num_rows, num_tokens),

@@ -55,9 +55,10 @@ class PoolCore:
             self._store.uncache(block)  # after truncate, a full block's hash is stale
             return []
         table.blocks[-1] = next(fresh)
-        source = self._fork_copies.content_of(block)
-        if self.num_host_blocks:  # without, nothing is written before the copies
-            self._fork_copies.add(source, table.blocks[-1])
+        source = block
+        if self.num_host_blocks:  # the next swaps, before the copy, write to neither block
+            source = self._fork_copies.add(block, table.blocks[-1])
+            self._fork_copies.hold(table.blocks[-1])
         self._store.ref_cnt[block] -= 1
         return [(source, table.blocks[-1])]
 

@@ -115,15 +115,14 @@ class HostTier:
 
 
 class ForkCopies:
-    """Copies of blocks that `append` returned, which the engine makes after the next swaps.
+    """Copies of blocks, or of state slots, for forks that grew; the engine makes them after the next swaps.
 
-    Until then blocks that they read or write are held: a block from the host goes to neither. The content of a block
-    that waits for its copy is that of the block it comes from.
+    Until then the sources are held. The content of a block that waits for its copy is that of its source.
     """
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
-        self._source: dict[int, int] = {}  # the block to write -> the one that it comes from
+        self._source: dict[int, int] = {}  # of each block to write
         self._holds: collections.Counter[int] = collections.Counter()
 
     def num_sequences(self, block: int) -> int:
@@ -134,17 +133,31 @@ class ForkCopies:
         """Returns the block that holds a block's content until copies are made."""
         return self._source.get(block, block)
 
-    def add(self, source: int, block: int) -> None:
-        """Holds the blocks of a copy."""
+    def add(self, shared: int, block: int) -> int:
+        """Has the content of a shared block copied to one of a fork's own; returns the source of the copy."""
+        source = self.content_of(shared)
         self._source[block] = source
-        self._store.hold((source, block))
-        self._holds.update((source, block))
+        self.hold(source)
+        return source
 
-    def take(self) -> None:
-        """Forgets the copies: the engine makes them now."""
+    def hold(self, block: int) -> None:
+        """Keeps a block from being given away until `take`."""
+        self._store.hold([block])
+        self._holds[block] += 1
+
+    def drop(self, block: int) -> None:
+        """Forgets the copy to a block, if there is one."""
+        if (source := self._source.pop(block, None)) is not None:
+            self._holds[source] -= 1
+            self._store.release([source])
+
+    def take(self) -> list[tuple[int, int]]:
+        """Returns the copies, pairs of source and block, and forgets them."""
+        copies = [(source, block) for block, source in self._source.items()]
         self._store.release(self._holds.elements())
         self._source.clear()
         self._holds.clear()
+        return copies
 
 
 class States:
@@ -157,49 +170,36 @@ class States:
         self.slots = BlockStore(num_states, records_events=False, what="states")
         self.host = HostTier(num_host_states, "host states")
         self.slots.on_reuse = self._reuse
-        self._copies: dict[int, int] = {}  # a fork's slot -> the one it comes from, held until the copy is taken
-        self._num_copies_from: collections.Counter[int] = collections.Counter()
+        self._copies = ForkCopies(self.slots)
 
     def _reuse(self, slot: int, _: bytes | None) -> None:
         """Drops the copies that a slot waits for."""
         self.host.reuse(slot, None)
-        if (source := self._copies.pop(slot, None)) is not None:
-            self._num_copies_from[source] -= 1
-            self.slots.release([source])
+        self._copies.drop(slot)
 
     def num_needed(self, states: Sequence[int]) -> int:
         """Returns how many slots `own` takes for sequences that have these."""
         writers = collections.Counter(states)
         without = writers.pop(NO_STATE, 0)
-        return without + sum(min(number, self._num_sequences(slot) - 1) for slot, number in writers.items())
-
-    def _num_sequences(self, slot: int) -> int:
-        return self.slots.ref_cnt[slot] - self._num_copies_from[slot]
+        return without + sum(min(number, self._copies.num_sequences(slot) - 1) for slot, number in writers.items())
 
     def own(self, slot: int) -> int:
         """Returns the slot that a sequence with this one writes: the same, or a free one if it is shared or none."""
-        if slot != NO_STATE and self._num_sequences(slot) == 1:
+        if slot != NO_STATE and self._copies.num_sequences(slot) == 1:
             return slot
         [own] = self.slots.take(1)
         if slot != NO_STATE:
-            source = self._content_of(slot)
-            self.slots.hold([source])
-            self._copies[own] = source
-            self._num_copies_from[source] += 1
+            self._copies.add(slot, own)
             self.slots.release([slot])
         return own
 
-    def _content_of(self, slot: int) -> int:
-        """Returns the slot that holds a state until copies are made."""
-        return self._copies.get(slot, slot)
-
     def check_swap_out(self, slot: int) -> None:
         """Raises `OutOfBlocksError` if the host has no room for a state."""
-        self.host.check([(self._content_of(slot), None)])
+        self.host.check([(self._copies.content_of(slot), None)])
 
     def swap_out(self, slot: int) -> int:
         """Moves a state to the host, which has room; returns its slot there."""
-        [host_slot] = self.host.put([(self._content_of(slot), None)])
+        [host_slot] = self.host.put([(self._copies.content_of(slot), None)])
         self.slots.release([slot])
         return host_slot
 
@@ -211,11 +211,7 @@ class States:
 
     def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the pairs to copy to the host, from it and for forks, and forgets them."""
-        copies = [(source, slot) for slot, source in self._copies.items()]
-        self._copies.clear()
-        self._num_copies_from.clear()
-        self.slots.release(source for source, _ in copies)
-        return *self.host.take(), as_pairs(copies)
+        return *self.host.take(), as_pairs(self._copies.take())
 
 
 def as_pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -154,7 +154,7 @@ class BlockPool(PoolCore):
         First those to the host, then those from it, then those of states for forks, then what `append` returned.
         Without `num_host_blocks` and `num_host_states` there are only those for forks.
         """
-        self._fork_copies.take()
+        self._fork_copies.take()  # `append` has returned them
         return Swaps(*self._host.take(), *self._states.take())
 
     def take_events(self) -> list[BlockEvent]:

@@ -146,7 +146,7 @@ def as_blocks(block_table: Any, cache: KVCache) -> jax.Array:
 
 
 def as_lengths(seq_lens: ArrayLike) -> jax.Array:
-    """Returns `seq_lens` as an int32 JAX array; NumPy's and int64 lengths below 0 or beyond int32 are clamped."""
+    """Returns `seq_lens` as an int32 JAX array, clamped to `0 .. 2**31 - 1` unless it is one already."""
     most = np.iinfo(np.int32).max
     if isinstance(seq_lens, np.ndarray):
         return jnp.asarray(np.clip(seq_lens, 0, most).astype(np.int32))

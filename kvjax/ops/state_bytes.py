@@ -86,5 +86,5 @@ def put_state(what: str, states: Any, state: Any, slot: int) -> Any:
 
 
 def _in_64_bits() -> AbstractContextManager[None]:
-    """Returns a context with x64 on: without, JAX halves the integers of states that were made with it."""
+    """Returns a context with x64 on. Without it, JAX truncates states of 64 bits that were made with it."""
     return jax.enable_x64(True)

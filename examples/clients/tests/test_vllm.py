@@ -746,7 +746,7 @@ def test_prompts_can_be_compiled_before_any_comes():
         impl._compile_for_prompts(query, query.clone(), stored)
 
 
-def test_a_step_reads_the_sinks_that_the_weights_have_then():
+def test_each_step_reads_the_current_sinks():
     """Weights may be updated in place, and vLLM's sleep discards the copy; graphs read it where it was."""
     sinks = torch.linspace(-1, 1, HEADS).bfloat16()
     impl = BACKEND.get_impl_cls()(HEADS, HEAD_SIZE, 1.0, KV_HEADS, sinks=sinks)

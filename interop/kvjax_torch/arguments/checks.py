@@ -44,7 +44,7 @@ def check_strided(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_in_place(name: str, tensor: torch.Tensor) -> None:
-    """Raises `KVCacheValueError` for a tensor that torch does not write in place: one of inference mode, outside it."""
+    """Raises `KVCacheValueError` for a tensor of inference mode outside of it, which torch does not write in place."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise KVCacheValueError(
             f"{name}: got a tensor of inference mode outside of it, expected one that may be written in place: make it"
@@ -53,7 +53,7 @@ def check_in_place(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory, in a trace: what is computed of it must not be kept for later calls."""
+    """Whether a tensor is one of `FakeTensorMode`, without memory. What is computed from it must not be cached."""
     return getattr(tensor, "fake_mode", None) is not None
 
 
