@@ -109,8 +109,8 @@ def test_prompts_processed_at_once_fit_the_limit(prompt_bytes, expected):
     assert options.prompts_at_once(prompt_bytes, 5) == expected
 
 
-@pytest.mark.parametrize(("num_rows", "num_heads", "row_bytes"), [(1, 1, 256), (2048, 32, 512), (70_000, 64, 512)])
-def test_splits_are_as_many_as_their_results_fit_the_limit(num_rows, num_heads, row_bytes):
-    splits = options.most_splits(num_rows, num_heads, row_bytes)
-    of_one = num_rows * num_heads * (row_bytes + 4)
+@pytest.mark.parametrize(("num_rows", "num_heads", "head_size"), [(1, 1, 64), (2048, 32, 128), (70_000, 64, 128)])
+def test_splits_are_as_many_as_their_results_fit_the_limit(num_rows, num_heads, head_size):
+    splits = options.most_splits(num_rows, num_heads, head_size)
+    of_one = num_rows * num_heads * (4 * head_size + 4)
     assert splits * of_one <= options.SPLIT_BYTES < (splits + 1) * of_one

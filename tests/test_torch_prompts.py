@@ -277,6 +277,21 @@ def test_step_kernels_divide_a_step_as_their_model_does(decode_q_len, window, si
 
 
 @pytest.mark.full
+def test_results_of_splits_are_rounded_once(monkeypatch: pytest.MonkeyPatch):
+    """Where they are merged: they deviate from float64 no more than results that no split divides."""
+    interpret_kernels(monkeypatch)
+    monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(multiprocessors=8))
+    case = ragged((64,), (400,), dtype="bfloat16", head_size=16, block_size=16, num_kv_heads=2, group=2)
+    problem = ragged_suite.build(dataclasses.replace(case, query_dtype="bfloat16"))
+    deviations = []
+    for splits in (1, 4):
+        monkeypatch.setattr(prompt_kernels, "_splits", lambda *_, splits=splits: splits)
+        [out], _ = ragged_suite.run(problem, attend_on("cpu"))
+        deviations.append(np.std(out.astype(np.float64) - suite.expected(problem, 0).out))
+    assert deviations[1] < 1.1 * deviations[0]
+
+
+@pytest.mark.full
 def test_a_split_without_tokens_reads_no_tile_that_is_not_stored(monkeypatch: pytest.MonkeyPatch):
     """Memory that other calls have used holds zeros, as the bias of tokens that are present does."""
     interpret_kernels(monkeypatch)

@@ -204,9 +204,6 @@ def prompts_at_once(prompt_bytes: int, num_prompts: int) -> int:
     return max(1, min(num_prompts, DENSE_BYTES // max(1, prompt_bytes)))
 
 
-def most_splits(num_rows: int, num_heads: int, row_bytes: int) -> int:
-    """Returns how many splits the tokens of prompts may be divided into, each with results for all rows.
-
-    `row_bytes` are those of a head's result in a row, without the log-sum-exp.
-    """
-    return SPLIT_BYTES // max(1, num_rows * num_heads * (row_bytes + 4))
+def most_splits(num_rows: int, num_heads: int, head_size_v: int) -> int:
+    """Returns how many splits the tokens of prompts may be divided into, each with float32 results for all rows."""
+    return SPLIT_BYTES // max(1, 4 * num_rows * num_heads * (head_size_v + 1))

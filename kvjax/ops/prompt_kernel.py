@@ -54,7 +54,7 @@ class Launch(NamedTuple):
         tokens = _whole_tiles(reached) + (0 if near is None else _whole_tiles(near.max_reached(near_window)))
         token_bytes = spec.num_kv_heads * sum(spec.head_sizes) * prompts.dtype.itemsize + 4  # and the bias
         at_once = prompts_at_once(tokens * token_bytes, len(prompts.sequences.lens))
-        most = most_splits(num_tokens, num_heads, spec.head_size_v * prompts.query.dtype.itemsize)
+        most = most_splits(num_tokens, num_heads, spec.head_size_v)
         max_splits = 1 if options.batch_invariant else most
         config = kernel.choose(spec, at_once, prompts.max_q_len, num_heads, reached, max_splits)
         return cls(prompts, options, int(config.splits), at_once, near, near_window)
@@ -168,13 +168,14 @@ def by_splits(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `results`, of one split, with the results of prompts, which `attend` stores in its arguments.
 
-    With several splits, `attend` gets memory of its own, and `results` are merged as one more part.
+    With several splits, `attend` gets memory of its own, of float32 so that results are rounded once, and `results` are
+    merged as one more part.
     """
     if splits == 1:
         return attend(results)
     out, lse = results
     outs, lses = attend((
-        lax.empty((splits, *out.shape[1:]), out.dtype),
+        lax.empty((splits, *out.shape[1:]), jnp.float32),
         jnp.full((splits, *lse.shape[1:]), -jnp.inf, lse.dtype),
     ))  # fmt: skip
     merged, lse = merge_parts([out[0], *outs], [lse[0], *lses])

@@ -208,7 +208,7 @@ def _attend_mosaic(
     first_present = kv_starts % kernel.ALIGNMENT
     ends = first_present + (kv_ends - kv_starts)
     positions = ends - (q_ends - q_starts) if options.causal else ends
-    most = most_splits(num_tokens, num_heads, spec.head_size_v * query.dtype.itemsize)
+    most = most_splits(num_tokens, num_heads, spec.head_size_v)
     config = kernel.choose(spec, 1, num_tokens, num_heads, len(key), most)
     num_keys = max(-(-len(key) // kernel.ALIGNMENT) * kernel.ALIGNMENT, config.tokens)
     key, value = (jnp.pad(x, ((0, num_keys - len(x)), (0, 0), (0, 0))) for x in (key, value))

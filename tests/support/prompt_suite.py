@@ -179,7 +179,7 @@ def attend(
 def results_for(args: Operands, splits: int) -> tuple[jax.Array, jax.Array]:
     """Results of all rows, to be stored among."""
     shape = splits, *args.query.shape[:2]
-    out = jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype)
+    out = jnp.full((*shape, args.values.shape[3]), UNTOUCHED, args.query.dtype if splits == 1 else jnp.float32)
     return out, jnp.full(shape, UNTOUCHED if splits == 1 else -np.inf, np.float32)
 
 

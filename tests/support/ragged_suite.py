@@ -100,14 +100,13 @@ def slack(case: Case, attend: Any) -> dict[str, float]:
     """What may be off by more, of `assert_right`, where prompts are attended to in 16 bits.
 
     The rounding of queries to float16, half of 2**-11, adds to the errors of logits, or that of keys with a scale of
-    their row to the query's dtype. And the results of two parts, of
-    which each may be larger than both together, are rounded before they are joined.
+    their row to the query's dtype.
     """
     if not attend.by_kernels:
         return {}
     if any(part.is_per_token_head for part in case.spec.dtype.parts):
-        return {"lse_factor": 256 if case.query_dtype == "bfloat16" else 32, "max_factor": 2}
-    return {"lse_factor": 1 if case.scales == "one" else 64, "max_factor": 2}
+        return {"lse_factor": 256 if case.query_dtype == "bfloat16" else 32}
+    return {"lse_factor": 1 if case.scales == "one" else 64}
 
 
 def step_by_step(problem: suite.Problem, attend: Attend, cuts: Sequence[int]) -> np.ndarray:

@@ -109,7 +109,7 @@ def _launch(
     splits = _splits(plan, query, num_tokens)
     results = out, lse
     if splits > 1:
-        results = out.new_empty((splits * num_rows, *out.shape[1:])), lse.new_empty((splits * num_rows, lse.shape[1]))
+        results = lse.new_empty((splits * num_rows, *out.shape[1:])), lse.new_empty((splits * num_rows, lse.shape[1]))
     elif out.data_ptr() % ROW_ALIGNMENT:
         results = torch.empty_like(out), lse
     kernel, counts = own.divided if splits > 1 else own.whole, (num_seqs, rows.shape[0], head_rows, splits)
@@ -152,7 +152,7 @@ def _run(x: torch.Tensor) -> torch.Tensor:
 
 def _splits(plan: DensePlan, query: torch.Tensor, num_tokens: int) -> int:
     num_rows = query.shape[0]
-    most = most_splits(num_rows, plan.num_heads, plan.spec.head_size_v * query.element_size())
+    most = most_splits(num_rows, plan.num_heads, plan.spec.head_size_v)
     return kernels.prompt_splits(
         plan.spec,
         choosing.target_of(query.device),

@@ -170,7 +170,7 @@ def attend(call: PromptCall, schedule: Schedule, near: tuple[NearStep, Schedule]
     results = (out if is_aligned else torch.empty_like(out).copy_(out)), lse
     if splits > 1:
         results = (
-            out.new_empty((splits * num_rows, *out.shape[1:])),
+            lse.new_empty((splits * num_rows, *out.shape[1:])),
             lse.new_full((splits * num_rows, *lse.shape[1:]), -torch.inf),
         )
 
@@ -203,7 +203,7 @@ def attend(call: PromptCall, schedule: Schedule, near: tuple[NearStep, Schedule]
     if splits > 1:
         # What the rows hold is one more part, with the sinks.
         parts = [x.unflatten(0, (splits, num_rows)).unbind() for x in results]
-        merged = merge.merge([out, *parts[0]], [lse, *parts[1]])
+        merged = merge.merge([out.float(), *parts[0]], [lse, *parts[1]])
         out.copy_(merged[0])
         lse.copy_(merged[1])
     elif not is_aligned:
@@ -240,7 +240,7 @@ def _splits(plan: RaggedPlan, step: RaggedStep, at_once: int, reached: int) -> i
     if attention.batch_invariant:
         return 1
     spec, num_rows = attention.cache.spec, step.query.shape[0]
-    most = most_splits(num_rows, attention.num_heads, spec.head_size_v * attention.dtype.itemsize)
+    most = most_splits(num_rows, attention.num_heads, spec.head_size_v)
     return kernels.prompt_splits(
         spec,
         choosing.target_of(step.query.device),

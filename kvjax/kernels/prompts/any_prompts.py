@@ -144,7 +144,7 @@ class PromptKind:
       window: tokens that a row sees, its own included; None for all.
       logits_soft_cap: or None.
       has_sinks: whether heads have sinks.
-      is_divided: whether there are several splits, without sinks.
+      is_divided: whether there are several splits, of float32 results without sinks.
       query_quantization: whether products are in fp8, of the tiles of `any_fp8`.
       near: near tokens that a row sees; these are of the query's dtype and have their own tiles. None for none.
     """
@@ -246,7 +246,7 @@ def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = 
         splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
         attend(problem, dataclasses.replace(launched, splits=splits), own, scratch)
 
-    results = result_arguments(kind.num_heads, spec.head_size_v, kind.query.dtype)
+    results = result_arguments(kind.num_heads, spec.head_size_v, None if kind.is_divided else kind.query.dtype)
     arguments = (
         *FOUND[1:],
         kind.query.argument("query", lambda rows: rows),
@@ -288,8 +288,9 @@ def kernel_of_tiles(
     return kernel_of(body, problem, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 
 
-def result_arguments(num_heads: int, head_size_v: int, dtype: DType) -> tuple[Argument, Argument]:
-    """Results and log-sum-exps of rows of the query."""
+def result_arguments(num_heads: int, head_size_v: int, dtype: DType | None) -> tuple[Argument, Argument]:
+    """Results, of a dtype or else of float32 to be merged, and log-sum-exps of rows of the query."""
     heads = ANY_LENGTH, num_heads
-    out, lse = jax.ShapeDtypeStruct((*heads, head_size_v), dtype), jax.ShapeDtypeStruct(heads, jnp.float32)
+    out = jax.ShapeDtypeStruct((*heads, head_size_v), jnp.float32 if dtype is None else dtype)
+    lse = jax.ShapeDtypeStruct(heads, jnp.float32)
     return Argument("out", out), Argument("lse", lse)

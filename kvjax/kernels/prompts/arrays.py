@@ -92,8 +92,8 @@ def attend(
       rows: the rows.
       pages: what they see.
       near: what they see of near tokens; None if `kind.near` is.
-      results: `[splits, num_rows, num_heads, head_size_v]` of the query's dtype, and the float32 log-sum-exp
-        `[splits, num_rows, num_heads]`.
+      results: `[splits, num_rows, num_heads, head_size_v]` of the query's dtype, float32 if `kind.is_divided`, and the
+        float32 log-sum-exp `[splits, num_rows, num_heads]`.
       splits: parts that a row's tokens are divided into, 1 unless `kind.is_divided`.
     """
     heads, at_once = block_shape(kind.num_heads, kind.spec.num_kv_heads)
