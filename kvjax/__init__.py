@@ -4,6 +4,7 @@ The flow: a user's string -> `parse_kv_cache_dtype` -> `resolve_layer_specs` -> 
 `KVCache.allocate` -> `reshape_and_cache_flash` -> `gather_kv` or `paged_attention`; or `attend`, which does both.
 """
 
+import kvjax.started  # noqa: F401 (before all others)
 from kvjax.block_pool import AllBlocksCleared as AllBlocksCleared
 from kvjax.block_pool import BlockPool as BlockPool
 from kvjax.block_pool import BlockRemoved as BlockRemoved

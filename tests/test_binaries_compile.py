@@ -18,9 +18,10 @@ from support.helpers import simple_spec
 
 from kvjax import KVCacheDType, KVCacheValueError, binaries
 from kvjax.binaries import Binary, Device, LaunchUnavailableError, Shape, compiling, lowering, module, workers
-from kvjax.binaries.encoding import encode_kernel
+from kvjax.binaries.encoding import NoStableFormError, encode_kernel
 from kvjax.kernels.launchable import AnyCount
 
+PATH = [os.path.abspath(folder) for folder in sys.path]
 H200 = Device("NVIDIA H200", "9.0", 232448)
 B200 = Device("NVIDIA B200", "10.0", 232448)
 NVFP4 = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16)
@@ -218,12 +219,45 @@ def test_a_process_says_what_it_cannot_compile_and_may_end_at_any_time(monkeypat
             patched.setattr(workers, "options", lambda: {"jax_unknown": 1})
             with pytest.raises(workers._WorkerError, match="JAX's options are not"):
                 worker.compile(kernel, H200)
+        with monkeypatch.context() as patched:
+            patched.setattr(workers, "sources_digest", lambda folder: "of other sources")
+            with pytest.raises(workers._WorkerError, match="sources are not those"):
+                worker.compile(kernel, H200)
         worker._process.kill()
         with pytest.raises(workers._WorkerError):
             worker.compile(kernel, H200)
     finally:
         worker.end()
     assert worker._process.poll() is not None
+
+
+@needs_plugin
+def test_a_process_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where a checkout may be, of other sources than those of the process that starts it."""
+    for name in ("kvjax", "jax"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", PATH)
+    worker = workers._Worker()
+    try:
+        assert worker.compile(small_kernels()[0], H200).code
+    finally:
+        worker.end()
+
+
+def test_kernels_whose_sources_changed_are_compiled_in_this_process(monkeypatch: pytest.MonkeyPatch):
+    """Processes would read the sources anew."""
+    kernels, here = [gather_kernel(NVFP4), write_kernel(NVFP4)], []
+    compile_here(kernels, here, monkeypatch)
+    monkeypatch.setattr(workers, "can_compile_for", lambda device: True)
+    monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "1")
+
+    def changed(folder: Path) -> str:
+        raise NoStableFormError("changed")
+
+    monkeypatch.setattr(workers, "sources_digest", changed)
+    workers.compile_all(kernels, H200)
+    assert sorted(map(id, here)) == sorted(map(id, kernels))
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch):

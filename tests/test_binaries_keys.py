@@ -24,6 +24,7 @@ from support.any_count import (
     gather_kernel,
 )
 
+from kvjax import started
 from kvjax.binaries import encoding, keys
 from kvjax.binaries.encoding import NoStableFormError, decode_kernel, encode, encode_kernel
 from kvjax.binaries.keys import key_of, sources_digest
@@ -135,7 +136,7 @@ def test_variables_and_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch):
 def test_sources_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert json.loads(key_of(gather_kernel(SPEC), H200))["sources"] == sources_digest(keys.SOURCES)
     assert keys.SOURCES / "kernels/gather.py" in keys.SOURCES.rglob("*.py")
-    monkeypatch.setattr(keys, "_imported_at", float("inf"))
+    monkeypatch.setattr(started, "TIME", float("inf"))
     digests = []
 
     def copied(name: str) -> Path:
@@ -158,7 +159,7 @@ def test_sources_are_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_sources_that_changed_after_the_start_have_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "new.py").touch()
-    monkeypatch.setattr(keys, "_imported_at", 0.0)
+    monkeypatch.setattr(started, "TIME", 0.0)
     with pytest.raises(NoStableFormError, match="changed after this process began"):
         sources_digest(tmp_path)
     with pytest.raises(NoStableFormError, match="no sources"):

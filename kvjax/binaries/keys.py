@@ -10,13 +10,13 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from kvjax import started
 from kvjax.binaries.binary import Device
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
 from kvjax.kernels.launchable import AnyCount
@@ -54,8 +54,6 @@ _HARMLESS_OPTIONS = (
     "jax_transfer_guard",
 )
 """Prefixes of the names of JAX's options that do not change code; all others may."""
-
-_imported_at = time.time()
 
 
 def key_of(kernel: AnyCount, device: Device) -> str:
@@ -107,7 +105,8 @@ def sources_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     paths = sorted(folder.rglob("*.py"))
     for path in paths:
-        if path.stat().st_mtime > _imported_at:
+        status = path.stat()
+        if max(status.st_mtime, status.st_ctime) > started.TIME:  # whoever copies a file may keep the former
             raise NoStableFormError(f"{path}, which changed after this process began")
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())

@@ -22,12 +22,12 @@ from typing import IO, Any
 from kvjax.binaries.binary import Binary, Device, LaunchUnavailableError
 from kvjax.binaries.compiling import can_compile_for, compile_here, in_turn
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
-from kvjax.binaries.keys import options
+from kvjax.binaries.keys import SOURCES, options, sources_digest
 from kvjax.errors import KVCacheValueError, shown
 from kvjax.kernels.launchable import AnyCount
 
 PROCESSES_VARIABLE = "KVJAX_COMPILE_PROCESSES"
-MOST_PROCESSES = 8
+MOST_PROCESSES = 12
 """The most processes by default; each takes half a gigabyte of the host's memory and a second to begin."""
 
 _PATIENCE = 300.0
@@ -42,7 +42,7 @@ class _WorkerError(Exception):
 
 
 def processes_of(variables: Mapping[str, str]) -> int:
-    """The most processes to compile in: `KVJAX_COMPILE_PROCESSES`, by default one less than the CPUs, and up to 8.
+    """The most processes to compile in: `KVJAX_COMPILE_PROCESSES`, by default one less than the CPUs, and up to 12.
 
     Raises:
       KVCacheValueError: the variable is not a number from 0 to 256.
@@ -135,9 +135,10 @@ class _Worker:
     """A process that compiles, `kvjax.binaries.worker`."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvjax.binaries.worker"],
+            [sys.executable, "-P", "-m", "kvjax.binaries.worker"],  # -P: not from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -149,9 +150,14 @@ class _Worker:
 
         Raises:
           _WorkerError: it failed.
-          NoStableFormError: the kernel has no form to be sent in.
+          NoStableFormError: the kernel has no form to be sent in, or the sources changed since this process read them.
         """
-        request = {"kernel": encode_kernel(kernel), "device": dataclasses.asdict(device), "options": options()}
+        request = {
+            "kernel": encode_kernel(kernel),
+            "device": dataclasses.asdict(device),
+            "sources": sources_digest(SOURCES),
+            "options": options(),
+        }
         sent, received = self._process.stdin, self._process.stdout
         if sent is None or received is None:
             raise _WorkerError("no pipes")

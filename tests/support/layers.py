@@ -5,6 +5,7 @@ from __future__ import annotations
 # A module of kvjax imports only from its own layer and from those that stand before it. A subpackage is one layer;
 # "kvjax" itself, the public names, stands where a module may use them as any caller does.
 LAYERS = (
+    "started",
     "errors",
     "layer_names",
     "tensor_files",
