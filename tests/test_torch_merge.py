@@ -106,5 +106,10 @@ def test_torchs_opcheck_accepts_the_operation(device: str):
 def test_compiled_code_merges_as_eager_code_does(device: str):
     torch._dynamo.reset()
     compiled = torch.compile(kvjax_torch.merge_attention_states, backend="aot_eager", fullgraph=True)
-    given = parts(device=device)
-    assert_same(compiled(*given), kvjax_torch.merge_attention_states(*given))
+    outs, lses = parts(device=device)
+    apart = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in lses]  # by heads, as FlashAttention has them
+    for given in ((outs, lses), (list(outs), apart)):
+        eager = kvjax_torch.merge_attention_states(*given)
+        assert all(x.is_contiguous() for x in eager)
+        assert_same(compiled(*given), eager)
+    torch.library.opcheck(torch.ops.kvjax.merge_attention_states.default, (list(outs), apart))

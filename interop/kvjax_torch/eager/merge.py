@@ -31,7 +31,8 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
         torch.where((lse == -torch.inf)[..., None], 0.0, (weight / divisor)[..., None] * out.to(torch.float32))
         for out, lse, weight in zip(outs, lses, weights, strict=True)
     ]
-    return functools.reduce(torch.add, weighted).to(outs[0].dtype), shift + torch.log(total)
+    merged, lse = functools.reduce(torch.add, weighted).to(outs[0].dtype), shift + torch.log(total)
+    return merged.contiguous(), lse.contiguous()  # sums have the strides of what is summed
 
 
 def as_parts(what: str, parts: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
