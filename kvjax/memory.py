@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvjax.errors import KVCacheMemoryError, KVCacheTypeError, UnsupportedError, shown, type_name
 from kvjax.spec import AttentionSpec
@@ -43,6 +46,16 @@ def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
     pinned = sharding.with_memory_kind(PINNED)
     check_pinned("like", pinned)
     return pinned
+
+
+def without_mesh() -> AbstractContextManager[object]:
+    """Returns a context without the mesh of `jax.set_mesh`, which must have the devices of all arrays that jit gets.
+
+    JAX cannot leave the mesh while it traces: then the context changes nothing.
+    """
+    if isinstance(lax.full((), 0), jax.core.Tracer):
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def is_pinned(array: jax.Array) -> bool:

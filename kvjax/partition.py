@@ -322,6 +322,15 @@ def _run_on_shares(kv: jax.Array, args: tuple[jax.Array | None, ...], divided: _
     )(kv, *args)
 
 
+def check_whole(what: str, array: Any) -> None:
+    """Raises `KVCacheValueError` for an array that explicit axes divide."""
+    if isinstance(array, jax.Array) and any(jax.typeof(array).sharding.spec):
+        raise KVCacheValueError(
+            f"{what}: got {jax.typeof(array)}, divided as {jax.typeof(array).sharding.spec}, expected a whole array:"
+            " jax.reshard(array, jax.P()) communicates it"
+        )
+
+
 def _as_typed(what: str, array: jax.Array, wanted: PartitionSpec, mesh: Any, *, or_whole: bool = True) -> jax.Array:
     """Returns `array` with the type that shard_map requires over explicit axes; raises if it needs communication."""
     explicit = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]

@@ -47,7 +47,7 @@ from kvjax.ops.route import Query, check_query_quantization
 from kvjax.ops.window_read import CachePart, QueryRows
 from kvjax.ops.window_write import RingUpdate, update_ring, write_with_ring
 from kvjax.ops.write import WriteTokens, reshape_and_cache_flash
-from kvjax.partition import partition_of
+from kvjax.partition import check_whole, partition_of
 from kvjax.step_metadata import PADDING_SLOT, StepMetadata
 
 
@@ -317,6 +317,8 @@ class _Step(NamedTuple):
                 "metadata.window_rows: got None, expected each sequence's row of the window, as"
                 " StepMetadata.from_sequences(..., window_rows=rows) holds them"
             )
+        for what in ("seq_lens", "cu_q_lens", "window_rows"):
+            check_whole(f"metadata.{what}", getattr(metadata, what))
         lens = as_lengths(metadata.seq_lens)
         first = first_tokens(metadata)
         q_lens, cu_q_lens = lens - first, as_lengths(metadata.cu_q_lens)

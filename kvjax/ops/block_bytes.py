@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from kvjax.block_pool import HASH_BYTES, HASH_VERSION
 from kvjax.cache import SCALES, KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, kind_of, shown
-from kvjax.memory import check_memory
+from kvjax.memory import check_memory, without_mesh
 from kvjax.ops.arguments import check_cache
 from kvjax.ops.blocks import is_traced, pages_from_host, pages_to_host, put_pages, scale_on_host
 from kvjax.ops.state_bytes import (
@@ -137,11 +137,12 @@ def export_blocks(
     write(MAGIC + len(encoded).to_bytes(8, "little") + encoded)
     write(b"".join(hashes))
     write(digest.digest())
-    for cache in found.caches.values():
-        for chunk in _chunks(cache, len(numbers)):
-            write(pages_to_host(cache, numbers[chunk]).reshape(-1).data)
-    for states in found.states.values():
-        write(state_to_host(states, found.slot).data)
+    with without_mesh():
+        for cache in found.caches.values():
+            for chunk in _chunks(cache, len(numbers)):
+                write(pages_to_host(cache, numbers[chunk]).reshape(-1).data)
+        for states in found.states.values():
+            write(state_to_host(states, found.slot).data)
     _write(to, digest.digest())
     return to.getvalue() if isinstance(to, io.BytesIO) and file is None else None
 
@@ -265,8 +266,8 @@ def import_blocks(
         first = next(number for number in wanted.tolist() if (wanted == number).sum() > 1)
         raise KVCacheValueError(f"blocks: got block {first} more than once, expected each once")
     stored = source if isinstance(source, StoredBlocks) else open_blocks(source)
-    written = stored.read_into(found, numbers)
-    return jax.tree.unflatten(jax.tree.structure(caches, is_leaf=_is_cache), written)
+    with without_mesh():
+        return jax.tree.unflatten(jax.tree.structure(caches, is_leaf=_is_cache), stored.read_into(found, numbers))
 
 
 def _is_cache(value: object) -> bool:

@@ -20,7 +20,7 @@ from kvjax.cache import SCALES, KVCache, local_view
 from kvjax.cache_views import split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
-from kvjax.memory import check_memory, is_pinned
+from kvjax.memory import check_memory, is_pinned, without_mesh
 from kvjax.ops import pinned, select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.value_checks import check_pairs, is_checked
@@ -168,8 +168,9 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
             pages = _regroup(pages, source.spec, *shares)
         return jax.device_put(pages, sharding)
 
-    pages = [(moved(from_blocks), to_blocks) for from_blocks, to_blocks in parts]  # all before anything is donated
-    return dataclasses.replace(destination, kv=with_pages("destination.kv", destination.kv, pages, layer))
+    with without_mesh():
+        pages = [(moved(from_blocks), to_blocks) for from_blocks, to_blocks in parts]  # all before anything is donated
+        return dataclasses.replace(destination, kv=with_pages("destination.kv", destination.kv, pages, layer))
 
 
 def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:

@@ -132,7 +132,8 @@ def last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: i
     is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
-    return xp.where(seq_lens[:, None] - ends[None, :] >= xp.reshape(last_tokens, (-1, 1)), -1, block_table)
+    lengths = xp.minimum(seq_lens, np.iinfo(np.int32).max)  # as `as_lengths` has them
+    return xp.where(lengths[:, None] - ends[None, :] >= xp.reshape(last_tokens, (-1, 1)), -1, block_table)
 
 
 def in_one_layer(cache: KVCache, layer: jax.Array | None, block_table: jax.Array) -> tuple[KVCache, jax.Array]:

@@ -867,6 +867,23 @@ def check_swaps_that_are_refused() -> None:
         by_hand.check()
 
 
+def check_swaps_beyond_the_mesh_of_the_context() -> None:
+    """JAX expects its devices of all that a jitted call gets. Likewise exports, and imports, which lose no cache."""
+    cache, _, _, _ = small("nvfp4-NHD", "heads")
+    states = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), MESH.devices[0, 0])
+    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+    exported = kvjax.export_blocks([cache, states], [3, 1], state=1)
+    other = jax.make_mesh((1,), ("other",), (AxisType[AXIS_TYPE],), devices=jax.devices()[-1:])
+    with jax.set_mesh(other):
+        assert kvjax.export_blocks([cache, states], [3, 1], state=1) == exported
+        host = swap_blocks(cache, host, np.array([[3, 4], [1, 0]]))
+        assert kvjax.export_blocks([host, states], [4, 0], state=1) == exported
+        cache = swap_blocks(host, cache, np.array([[4, 5]]))
+        cache, states = kvjax.import_blocks(exported, [cache, states], [6, -1], state=0)
+        assert kvjax.export_blocks([cache, states], [6, 1], state=0) == exported
+        assert kvjax.export_blocks([cache, states], [5, 1], state=1) == exported
+
+
 def check_caches_made_by_hand() -> None:
     """The array of a cache that names no sharding shows one, where it is not traced or the axes are explicit."""
     for name, division in itertools.product(("bfloat16-NHD", "fp8_e4m3-HND"), ("heads", "both")):
@@ -962,6 +979,17 @@ def check_explicit_types() -> None:
         jax.jit(reshape_and_cache_flash)(*by_token, cache, np.resize(SLOTS, 32))
 
     with jax.set_mesh(MESH):
+        window = kvjax.ExactWindow.allocate(cache.spec, 4, 5, sharding=cache.sharding)
+        step = kvjax.StepMetadata(TABLE, LENS, np.arange(5), np.full(4, -1), np.arange(4))
+        for name in ("seq_lens", "window_rows"):
+            divided = jax.device_put(getattr(step, name), NamedSharding(MESH, P("data")))
+            with pytest.raises(KVCacheValueError, match=rf"metadata.{name}: got int32\[4@data\].* whole array"):
+                kvjax.attend(
+                    *(jnp.zeros((4, NUM_HEADS, cache.spec.head_size)),) * 3,
+                    cache,
+                    dataclasses.replace(step, **{name: divided}),
+                    exact_window=window,
+                )
         whole = KVCache.allocate(cache.spec, NUM_BLOCKS)
         for implementation in (None, "xla"):
             write = jax.jit(functools.partial(reshape_and_cache_flash, implementation=implementation))
@@ -996,6 +1024,7 @@ CHECKS = {
         check_copies,
         check_copies_between_divisions,
         check_swaps_that_are_refused,
+        check_swaps_beyond_the_mesh_of_the_context,
         check_caches_made_by_hand,
         check_latents,
         check_documentation,
