@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
-NEW_TOKENS, ALONE = 64, 32
+NEW_TOKENS, ALONE = 64, 256
 BLOCK_SIZE = 16
 NEAR = 0.05
 """Two tokens whose log-probabilities differ by less are as likely, in bfloat16."""

@@ -332,7 +332,7 @@ class Interpreter:
         monkeypatch.setattr(running, "check_capability", lambda device: None)
         monkeypatch.setattr(running, "launcher", self.launcher)
         monkeypatch.setattr(running, "run", self.run)
-        monkeypatch.setattr(reads, "_compile_part", reads._compile_part.__wrapped__)
+        monkeypatch.setattr(running, "_compile_once", running._compile_once.__wrapped__)
         monkeypatch.setattr(loading, "compile_ahead", lambda kernels, device: None)
 
     def launcher(self, kernel: kernels.AnyCount, device: torch.device) -> object:
@@ -433,7 +433,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[running.Call]:
     monkeypatch.setattr(running, "check_capability", lambda device: None)
     monkeypatch.setattr(running, "launcher", lambda kernel, device: object())
     monkeypatch.setattr(running, "run", ran.append)
-    monkeypatch.setattr(reads, "_compile_part", reads._compile_part.__wrapped__)
+    monkeypatch.setattr(running, "_compile_once", running._compile_once.__wrapped__)
     monkeypatch.setattr(loading, "compile_ahead", lambda kernels, device: None)
     return ran
 

@@ -20,7 +20,7 @@ from support.helpers import simple_spec  # noqa: E402
 
 from kvjax import KVCacheDType, UnsupportedError, binaries  # noqa: E402
 from kvjax.kernels import AnyCount  # noqa: E402
-from kvjax_torch.launch import driver, loading, running  # noqa: E402
+from kvjax_torch.launch import driver, loading, running, tape  # noqa: E402
 
 CUDA3 = torch.device("cuda", 3)
 SHAPE = binaries.Shape((132, 5), (256, 3, 2), 168960)
@@ -205,3 +205,39 @@ def test_what_cannot_be_compiled_is_said_with_the_tested_versions(fake_driver: D
             compile_them()
     with pytest.raises(binaries.LaunchUnavailableError):
         loading.compile_kernel(new_kernels(1)[0], CUDA3)
+
+
+def test_kernels_of_several_operations_are_compiled_at_once(
+    fake_driver: Driver, compiled: list[list[AnyCount]], monkeypatch: pytest.MonkeyPatch
+):
+    """Up to the first launch of each: nothing is launched or recorded, and what follows is not reached."""
+    monkeypatch.setattr(running, "check_capability", lambda device: None)
+    first, second, third, later = new_kernels(4)
+    tensors = (torch.zeros(1),) * 3
+    monkeypatch.setattr(running.Call, "device", CUDA3)
+    monkeypatch.setattr(tape, "_tapes", {})
+
+    def of_two() -> None:
+        running.compile_all([first, second], CUDA3)
+        running.run(running.Call(first, (), tensors, 1))
+        running.run(running.Call(later, (), tensors, 1))
+
+    def taped() -> None:
+        tape.call(lambda: running.run(running.Call(third, (), tensors, 1)) or (), (taped, *tensors))
+
+    running.compile_operations([of_two, lambda: running.compile_once((second,), CUDA3), taped, lambda: None], CUDA3)
+    assert compiled == [[first, second, third]]
+    assert not fake_driver.launches
+    assert not tape._tapes
+    running.run(running.Call(third, (), tensors, 1))
+    assert len(fake_driver.launches) == 1
+    assert len(compiled) == 1
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    fourth, fifth = new_kernels(2)
+    with pytest.raises(ValueError, match="no"):
+        running.compile_operations([lambda: running.compile_once((fourth, fifth), CUDA3), fails], CUDA3)
+    running.compile_once((fourth, fifth), CUDA3)  # not remembered as compiled
+    assert compiled[1:] == [[fourth, fifth]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionImpl, AttentionType, max_decode_query_len
 
 import kvjax_torch
 from kvjax import FullAttentionSpec, UnsupportedError, parse_kv_cache_dtype
@@ -16,6 +18,7 @@ from kvjax.ops.route import Query, Route, route
 from kvjax_torch.arguments.dtypes import numpy_dtype
 from kvjax_torch.calls import choosing
 from kvjax_torch.cuda import prompt_kernels, prompts
+from kvjax_torch.launch import running
 from kvjax_vllm.pages import cache_views
 from kvjax_vllm.scales import ScaledImpl
 from kvjax_vllm.step import KvjaxMetadata, StepSequences
@@ -31,6 +34,14 @@ class StoredPages(NamedTuple):
 
     caches: tuple[torch.Tensor, torch.Tensor]
     how: tuple[str, torch.Tensor, torch.Tensor]
+
+
+class ArbitraryTokens(NamedTuple):
+    """The query of one sequence whose tokens and pages are arbitrary, and memory for its results."""
+
+    rows: torch.Tensor
+    of: StepSequences
+    out: torch.Tensor
 
 
 class AttentionKeywords(TypedDict):
@@ -74,6 +85,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
             "logits_soft_cap": logits_soft_cap or None,
             "sinks": None if sinks is None else torch.empty_like(sinks, dtype=torch.float32, requires_grad=False),
         }
+        self._profiled: tuple[torch.Tensor, torch.Tensor] | None = None  # query and output, until kernels are compiled
         self._serves_prompts = False  # whether kernels for prompts are compiled
         self._rotates_keys = False  # once scales are known
         self._in_fp8: bool | None = None  # whether attention to prompts uses fp8 products, once it is known
@@ -86,10 +98,13 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes a step's tokens; those beyond the slots are padding."""
-        (key_cache, value_cache), how = self._stored(layer, kv_cache)
-        kvjax_torch.reshape_and_cache_flash(
-            self._rotated(key), value, key_cache, value_cache, slot_mapping, *how, unique_slots=True
-        )
+        (key_cache, value_cache), how = stored = self._stored(layer, kv_cache)
+        tokens = self._rotated(key), value, key_cache, value_cache, slot_mapping
+        write = functools.partial(kvjax_torch.reshape_and_cache_flash, *tokens, *how, unique_slots=True)
+        if self._profiled is not None and key.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._compile_at_once(write, *self._profiled, stored)
+            self._profiled = None
+        write()
 
     def forward(
         self,
@@ -109,6 +124,8 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         query = self._rotated(query)
         if attn_metadata is None:  # vLLM measures the memory that a step takes
             self.resolve_scales(layer)
+            if not self._serves_prompts:
+                self._profiled = _without_memory(query), _without_memory(output)
             self._take_memory_of_prompts(query, output)
             return output.fill_(0)
         stored = self._stored(layer, kv_cache)
@@ -166,17 +183,44 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
             query_quantization=max_prompts > 0 and self._attends_in_fp8(rows, out),
         )
 
+    def _compile_at_once(
+        self, write: Callable[[], object], query: torch.Tensor, output: torch.Tensor, stored: StoredPages
+    ) -> None:
+        """Compiles the kernels of a write, of decodes and of prompts, which take as long as one of these alone."""
+        q_len = 1 if self.vllm_config is None else max_decode_query_len(self.vllm_config)
+        decode, prompt = (self._arbitrary(query, output, stored, tokens) for tokens in (q_len, 2))
+        running.compile_operations(
+            (
+                write,
+                functools.partial(self._decode, decode.rows, stored, decode.of, decode.out),
+                functools.partial(self._prompt, prompt, stored),
+            ),
+            decode.rows.device,
+        )
+
     def _compile_for_prompts(self, query: torch.Tensor, output: torch.Tensor, stored: StoredPages) -> None:
-        """Runs a prompt of two arbitrary tokens, because the steps before vLLM is ready have no prompts."""
-        table, seq_lens, cu_q_lens = (query.new_zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,)))
-        seq_lens += 2
-        cu_q_lens[1:] += 2
-        prompt = StepSequences(slice(0, 2), table, seq_lens, 0, 2, cu_q_lens)
-        # Kernels are compiled for the distance of rows.
-        rows = query.new_empty_strided((2, *query.shape[1:]), query.stride()).zero_()
-        out = output.new_empty((2, *output.shape[1:]))
-        self._ragged(rows, stored, prompt, out, max_prompts=1, decode_q_len=0)
+        """Runs a prompt, because the steps before vLLM is ready have none."""
+        self._prompt(self._arbitrary(query, output, stored, 2), stored)
         self._serves_prompts = True
+
+    def _prompt(self, prompt: ArbitraryTokens, stored: StoredPages) -> None:
+        self._ragged(prompt.rows, stored, prompt.of, prompt.out, max_prompts=1, decode_q_len=0)
+
+    @staticmethod
+    def _arbitrary(query: torch.Tensor, output: torch.Tensor, stored: StoredPages, num_tokens: int) -> ArbitraryTokens:
+        # Kernels are compiled for the distance of rows.
+        device = stored.caches[0].device
+        rows = torch.empty_strided(
+            (num_tokens, *query.shape[1:]), query.stride(), dtype=query.dtype, device=device
+        ).zero_()
+        out = torch.empty((num_tokens, *output.shape[1:]), dtype=output.dtype, device=device)
+        table, seq_lens, cu_q_lens = (
+            torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1, 1), (1,), (2,))
+        )
+        seq_lens += num_tokens
+        cu_q_lens[1:] += num_tokens
+        of = StepSequences(slice(0, num_tokens), table, seq_lens, num_tokens, num_tokens, cu_q_lens)
+        return ArbitraryTokens(rows, of, out)
 
     def _stored(self, layer: Any, kv_cache: torch.Tensor) -> StoredPages:
         views = getattr(kv_cache, VIEWS, None)
@@ -225,3 +269,8 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
         torch.empty(dense + more, dtype=torch.uint8, device=query.device)
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and strides, which `to` does not keep of views."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -129,23 +129,21 @@ def _compile_parts(parts: Sequence[attending.AttentionPart], tensors: ReadTensor
     """Compiles the kernels of the parts of a call for batches of every size."""
     places, device = arrays.page_places(parts[0].plan.cache, tensors), tensors.key_cache.device
     for plan, _, _ in parts:
-        _compile_part(plan, places, device)
+        running.compile_once(_kernels_of_part(plan, places, device), device)
 
 
-@functools.lru_cache(maxsize=running.REMEMBERED)
-def _compile_part(plan: AttentionPlan, places: arrays.PagePlaces, device: torch.device) -> None:
-    running.compile_all(_kernels_of_part(plan, places, device), device)
-
-
-def kernels_of_part(plan: AttentionPlan, tensors: ReadTensors) -> list[kernels.AnyCount]:
+def kernels_of_part(plan: AttentionPlan, tensors: ReadTensors) -> tuple[kernels.AnyCount, ...]:
     """The kernels of a call of one part, for batches of every size."""
     return _kernels_of_part(plan, arrays.page_places(plan.cache, tensors), tensors.key_cache.device)
 
 
-def _kernels_of_part(plan: AttentionPlan, places: arrays.PagePlaces, device: torch.device) -> list[kernels.AnyCount]:
+@functools.lru_cache(maxsize=running.REMEMBERED)
+def _kernels_of_part(
+    plan: AttentionPlan, places: arrays.PagePlaces, device: torch.device
+) -> tuple[kernels.AnyCount, ...]:
     with choosing.one_at_a_time:
         every = [attending.attention_kernels(plan, places, device, least, 1) for least in kernels.ATTENTION_BATCHES]
-    return [kernel for decode, merge, _ in every for kernel in (decode, merge)]
+    return tuple(kernel for decode, merge, _ in every for kernel in (decode, merge))
 
 
 def _attend_to_pages(

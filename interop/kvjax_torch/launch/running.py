@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,40 +42,78 @@ class Call:
         return self.tensors[-1].device
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
     """Compiles kernels, several at once, the first time that they are asked for together."""
+    if _asks(every):
+        return
+    _compile_once(every, device)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> None:
     check_capability(device.index)
     compile_all(every, device)
+
+
+def _asks(every: Iterable[kernels.AnyCount]) -> bool:
+    """Whether `compile_operations` runs, which then knows that these kernels are asked for."""
+    asked: list[kernels.AnyCount] | None = getattr(_thread, "asked", None)
+    if asked is None:
+        return False
+    asked.extend(every)
+    return True
 
 
 def run(call: Call) -> Launcher | None:
     """Runs a call; returns what was launched, or None if there was nothing to launch."""
     if not call.amount:
         return None
+    if _asks([call.kernel]):
+        raise _AskedError
     launched = launcher(call.kernel, call.device)
     launched.launch(call.counts, tuple(tensor.data_ptr() for tensor in call.tensors), call.amount)
-    if (note := getattr(_recorded, "note", None)) is not None:
+    if (note := getattr(_thread, "note", None)) is not None:
         note(call, launched)
     return launched
 
 
-_recorded = threading.local()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def recorded(note: Callable[[Call, Launcher], None]) -> Iterator[None]:
     """Within it, `note` gets the calls that this thread runs, with what was launched."""
-    before = getattr(_recorded, "note", None)
-    _recorded.note = note
+    before = getattr(_thread, "note", None)
+    _thread.note = note
     try:
         yield
     finally:
-        _recorded.note = before
+        _thread.note = before
+
+
+class _AskedError(Exception):
+    """Ends an operation whose kernels are asked for, before its first launch."""
+
+
+def compile_operations(operations: Iterable[Callable[[], object]], device: torch.device) -> None:
+    """Runs operations up to their first launch by `run`, and compiles the kernels that all of them ask for at once.
+
+    When an operation is run, its kernels alone are compiled, which takes as long.
+    """
+    asked = _thread.asked = list[kernels.AnyCount]()
+    try:
+        for operation in operations:
+            with contextlib.suppress(_AskedError):
+                operation()
+    finally:
+        _thread.asked = None
+    compile_all([*dict.fromkeys(asked)], device)
 
 
 def compile_all(every: Sequence[kernels.AnyCount], device: torch.device) -> None:
     """Compiles and loads kernels, several at once."""
+    if _asks(every):
+        return
     with _naming_tested_versions():
         loading.compile_ahead(every, device)
     for kernel in every:
