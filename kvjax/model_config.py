@@ -130,9 +130,9 @@ class ModelKVConfig:
         part, facts, doubts = plain_keys(config)
         layers = _layers(facts)
         if quantization_config is None:
-            quantization_config = next(
-                (of["quantization_config"] for of in (part, config) if of.get("quantization_config") is not None), None
-            )
+            # Of two, an empty one declares nothing.
+            declared = [of["quantization_config"] for of in (config, part) if of.get("quantization_config") is not None]
+            quantization_config = next((each for each in reversed(declared) if each != {}), {} if declared else None)
         dtype = _dtype(config, part, facts) if model_dtype is None else parse_model_dtype(model_dtype)
         model = cls(
             layers=tuple(layers.values()),

@@ -21,11 +21,14 @@ import kvjax
 from kvjax import (
     FullAttentionSpec,
     KVCache,
+    KVCacheDType,
     KVCacheTypeError,
     KVCacheValueError,
     SlidingWindowSpec,
+    UnsupportedError,
     merge_attention_states,
     paged_attention,
+    ragged_paged_attention,
 )
 from kvjax.ops import softmax
 
@@ -363,10 +366,11 @@ def test_attention_accepts_empty_batches_and_tables(attend):
     for num_seqs, q_len, max_blocks in ((0, 1, 3), (5, 2, 0), (0, 1, 0), (2, 0, 3)):
         query = np.ones((num_seqs, q_len, 4, 64), np.float16)
         tables = np.zeros((num_seqs, max_blocks), np.int32), np.zeros(num_seqs, np.int32)
-        out, lse = attend(query, cache, *tables, sinks=sinks)
-        assert out.shape == (num_seqs, q_len, 4, 32)
-        assert not np.asarray(out).any()
-        np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (num_seqs, q_len, 4)))
+        for tree in ({}, {"tree_mask": np.tri(q_len, dtype=bool)}):
+            out, lse = attend(query, cache, *tables, sinks=sinks, **tree)
+            assert out.shape == (num_seqs, q_len, 4, 32)
+            assert not np.asarray(out).any()
+            np.testing.assert_array_equal(lse, np.broadcast_to(sinks, (num_seqs, q_len, 4)))
 
 
 @pytest.mark.full
@@ -499,3 +503,34 @@ def test_blocks_before_a_window_are_not_checked():
         run()
         with pytest.raises(KVCacheValueError, match=r"^block_table\[0, 0\]: got -7, expected between"):
             run(sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    ("operation", "query", "table", "is_served"),
+    [
+        (paged_attention, (2**17 - 1, 128, 128), (2**17 - 1, 2), True),
+        (paged_attention, (2**17, 128, 128), (2**17, 2), False),
+        (paged_attention, (4, 128, 128), (4, 2**29), False),
+        (paged_attention, (2, 128, 128), (2, 2**27), False),
+        (ragged_paged_attention, (2**17, 128, 128), (2, 2), False),
+        (ragged_paged_attention, (8, 128, 128), (2**17, 2), False),
+    ],
+)
+def test_kernels_refuse_what_int32_does_not_index(operation: Any, query: Any, table: Any, is_served: bool):
+    """XLA serves it where no implementation is asked for."""
+    spec, array = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16), jax.ShapeDtypeStruct
+    cache = KVCache(array(spec.cache_shape(8), spec.array_dtype), spec)
+    args = [array(query, jnp.bfloat16), cache, array(table, jnp.int32), array(table[:1], jnp.int32)]
+    if operation is ragged_paged_attention:
+        args.append(array((table[0] + 1,), jnp.int32))
+
+    def lower(implementation: str | None) -> Any:
+        traced = jax.jit(functools.partial(operation, implementation=implementation)).trace(*args)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    if is_served:
+        assert "mosaic_gpu" in lower("mosaic")
+        return
+    with pytest.raises(UnsupportedError, match="than 2147483647, which int32 indexes"):
+        lower("mosaic")
+    assert "mosaic_gpu" not in lower(None)

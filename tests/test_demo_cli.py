@@ -209,6 +209,12 @@ def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
         (["--dtype", "fp9"], "argument --dtype: got 'fp9', expected one of auto, float32, "),
         (["--dtype", "nvpf4"], "(did you mean 'nvfp4'?)"),
         (["--tokens", "31"], "argument --tokens: got 31, expected at least 32"),
+        (["--tokens", "1000000"], "argument --tokens: got 1000000, expected at most 8192"),
+        (["--sequences", "9223372036854775807"], "argument --sequences: got 9223372036854775807, expected at most 256"),
+        (
+            ["--dtype", "fp8_ds_mla"],
+            "argument --dtype: got 'fp8_ds_mla', a dtype of latents (MLA), expected one of auto,",
+        ),
         (["--sequences", "many"], "argument --sequences: got 'many', expected an integer of at least 1"),
     ],
 )

@@ -356,13 +356,14 @@ def test_inside_shard_map_results_are_those_outside(check_vma):
     suite.assert_right(problem, *run(problem, attend))
 
 
+@pytest.mark.parametrize("tree", [{}, {"tree_mask": np.tri(2, dtype=bool)}], ids=["", "tree"])
 @pytest.mark.parametrize(("num_tokens", "num_seqs", "max_blocks"), [(0, 2, 3), (4, 0, 3), (4, 2, 0), (0, 0, 0)])
-def test_attention_accepts_empty_batches_and_tables(attend, num_tokens, num_seqs, max_blocks):
+def test_attention_accepts_empty_batches_and_tables(attend, num_tokens, num_seqs, max_blocks, tree):
     spec = simple_spec(KVCacheDType.NVFP4)
     query = np.ones((num_tokens, 4, 64), np.float16)
     table, lens = np.zeros((num_seqs, max_blocks), np.int32), np.full(num_seqs, 5, np.int32)
     bounds = np.minimum(np.arange(num_seqs + 1, dtype=np.int32), num_tokens)
-    out, lse = attend(query, KVCache.allocate(spec, 4), table, lens, bounds)
+    out, lse = attend(query, KVCache.allocate(spec, 4), table, lens, bounds, **tree)
     assert out.shape == query.shape
     if not max_blocks:
         assert not np.asarray(out).any()

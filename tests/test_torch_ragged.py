@@ -35,8 +35,10 @@ import kvjax_torch  # noqa: E402
 from kvjax import KVCache, KVCacheTypeError, KVCacheValueError, UnsupportedError  # noqa: E402
 from kvjax.ops import options  # noqa: E402
 from kvjax_torch import launch  # noqa: E402
-from kvjax_torch.arguments.plan import GatherPlan, ReadTensors  # noqa: E402
+from kvjax_torch.arguments.attention import ragged_plan  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding, GatherPlan, ReadTensors, SoftmaxOptions  # noqa: E402
 from kvjax_torch.cuda import prompts, reads  # noqa: E402
+from kvjax_torch.cuda import ragged as ragged_of_cuda  # noqa: E402
 from kvjax_torch.eager import dense, host  # noqa: E402
 
 
@@ -648,3 +650,23 @@ def test_products_in_fp8_are_the_same_whatever_torchs_default_dtype_is(dtype: st
         assert torch.equal(attend(), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "message"),
+    [
+        (2**17, 1, "131072 query tokens of 128 heads: 2147483648 elements"),
+        (8, 2**16, "65536 sequences, each padded to 2 query tokens of 128 heads: 2147483648 elements"),
+        (2**17 - 1, 2**16 - 1, None),
+    ],
+)
+def test_a_gpu_refuses_what_int32_does_not_index(num_tokens: int, num_seqs: int, message: str | None):
+    pages, one = torch.zeros(2, 1, 16, 8, 128, dtype=torch.bfloat16), torch.tensor(1.0)
+    table = torch.zeros(num_seqs, 1, dtype=torch.int32)
+    tensors = ReadTensors(*pages, table, table[:, 0], one, one)
+    query = torch.zeros((), dtype=torch.bfloat16).expand(num_tokens, 128, 128)
+    bounds = torch.zeros(num_seqs + 1, dtype=torch.int32)
+    limits = options.Limits(decode_q_len=2, max_q_len=2, max_prompts=0)
+    plan = ragged_plan(query, tensors, bounds, Encoding("bfloat16"), SoftmaxOptions(0.1), limits)
+    reason = ragged_of_cuda.why_refused(plan, query, tensors)
+    assert (reason is None) if message is None else (message in str(reason))

@@ -47,8 +47,8 @@ def kv_cache_dtypes(text: str) -> RequestedKVCacheDType:
     return dtypes
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Returns the type of an integer between `least` and `MAX_SIZE`."""
+def at_least(least: int, most: int = MAX_SIZE) -> Callable[[str], int]:
+    """Returns the type of an integer between `least` and `most`."""
 
     def read(text: str) -> int:
         try:
@@ -57,7 +57,7 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least {least}") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at least {least}")
-        return _at_most(value)
+        return _at_most(value, most)
 
     return read
 
@@ -84,7 +84,7 @@ def memory(text: str) -> int:
     return _at_most(int(Fraction(match[1]) * size))
 
 
-def _at_most(value: int) -> int:
-    if value > MAX_SIZE:
-        raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at most {MAX_SIZE}")
+def _at_most(value: int, most: int = MAX_SIZE) -> int:
+    if value > most:
+        raise argparse.ArgumentTypeError(f"got {shown(value)}, expected at most {most}")
     return value

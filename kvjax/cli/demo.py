@@ -20,6 +20,8 @@ EXTRA_MODULES = frozenset({"safetensors", "tqdm"})
 PRETRAINED_MODULES = frozenset({"gguf", "tokenizers"})
 """Modules that the extra `smollm2` installs beside them."""
 
+_OF_LATENTS = frozenset(kvjax.MLA_KV_CACHE_DTYPES) - frozenset(kvjax.STORED_KV_CACHE_DTYPES)
+
 PRETRAINED = "SmolLM2-135M-Instruct"
 
 MISSING_EXTRA = 2
@@ -27,6 +29,20 @@ MISSING_EXTRA = 2
 
 NO_TEXT = 1
 """Exit status if this Python lacks its standard library's sources."""
+
+
+MAX_SEQUENCES, MAX_TOKENS = 256, 8_192
+"""Limits of the texts that the demo serves, whose reference is a dense float32 cache."""
+
+_NAMES = [name for name in kvjax.ACCEPTED_KV_CACHE_DTYPES if kvjax.parse_kv_cache_dtype(name) not in _OF_LATENTS]
+
+
+def _dtype(text: str) -> kvjax.KVCacheDType:
+    """Parses a dtype of keys and values."""
+    dtype = kvjax.parse_kv_cache_dtype(text)
+    if dtype in _OF_LATENTS:
+        raise kvjax.KVCacheValueError(f"got {text!r}, a dtype of latents (MLA), expected one of {', '.join(_NAMES)}")
+    return dtype
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,19 +58,21 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--dtype",
         dest="dtypes",
         action="append",
-        type=argument_of(kvjax.parse_kv_cache_dtype),
+        type=argument_of(_dtype),
         metavar="DTYPE",
-        help=f"KV cache dtype, repeatable (default: all); one of {', '.join(kvjax.ACCEPTED_KV_CACHE_DTYPES)}",
+        help=f"KV cache dtype, repeatable (default: all); one of {', '.join(_NAMES)}",
     )
     parser.add_argument(
         "--no-pretrained", action="store_true", help=f"use the included transformer, without fetching {PRETRAINED}"
     )
     parser.add_argument(
-        "--sequences", type=at_least(1), help="number of texts (default: 2; with the included transformer 10)"
+        "--sequences",
+        type=at_least(1, MAX_SEQUENCES),
+        help="number of texts (default: 2; with the included transformer 10)",
     )
     parser.add_argument(
         "--tokens",
-        type=at_least(32),
+        type=at_least(32, MAX_TOKENS),
         help="tokens of a text (default: 128); with the included transformer bytes of the longest (384)",
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="selects the texts (default: %(default)s)")

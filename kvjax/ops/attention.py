@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -30,7 +31,7 @@ from kvjax.ops.arguments import (
 )
 from kvjax.ops.gather import Stored, as_sequences, in_one_layer, own_sequences
 from kvjax.ops.options import Given, as_bool, as_sm_scale, as_soft_cap
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import INT32_MAX, Query, route
 from kvjax.ops.softmax import attend_pages, one_by_one
 from kvjax.ops.trees import as_tree_mask, tree_words
 from kvjax.partition import Signature, partition_of
@@ -196,7 +197,13 @@ def attend_last_tokens(
     return_lse = as_bool("return_lse", given.return_lse)
     sizes = invariant_batch(cache, rows.shape, np.shape(block_table)[1]) if batch_invariant else None
     num_rows = q_len * rows.shape[2] if cache.spec.is_mla else None
-    asked = Query(jnp.dtype(rows.dtype), is_window_static=window_array is None, invariant=sizes, rows=num_rows)
+    asked = Query(
+        jnp.dtype(rows.dtype),
+        is_window_static=window_array is None,
+        invariant=sizes,
+        rows=num_rows,
+        is_indexable=is_indexable(cache, num_seqs * q_len, rows.shape[2], np.shape(block_table)),
+    )
     serve = select.choose(operation, given.implementation, _candidates(asked), cache)
     attended, lse = serve(
         cache,
@@ -287,6 +294,14 @@ def invariant_batch(cache: KVCache, query_shape: tuple[int, ...], max_blocks: in
     if cache.sharding is not None:
         num_seqs //= partition_of(cache.spec, cache.sharding, cache.num_layers).num_block_shares
     return kernel.BatchSizes(num_seqs, q_len, num_heads // cache.spec.num_kv_heads, max_blocks)
+
+
+def is_indexable(cache: KVCache, num_rows: int, num_heads: int, table: tuple[int, ...]) -> bool:
+    """Returns `Query.is_indexable` of a call with so many rows of a query, for one device's share of the heads."""
+    spec = cache.spec
+    num_heads //= spec.num_kv_heads // cache.local_spec.num_kv_heads
+    elements = num_rows * num_heads * max(spec.head_size, spec.head_size_v)
+    return max(elements, math.prod(table), table[1] * spec.block_size) <= INT32_MAX
 
 
 def why_no_kernels(query: Query, spec: AttentionSpec, target: Target | None) -> str | None:

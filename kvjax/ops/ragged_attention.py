@@ -21,7 +21,7 @@ from kvjax.kernels.target import Target
 from kvjax.ops import prompt_kernel, prompts, select, softmax
 from kvjax.ops.arguments import INDEX_DTYPES, INPUT_DTYPES, as_lengths, as_sinks, check_array, check_devices
 from kvjax.ops.options import as_bool, as_sm_scale, most_splits
-from kvjax.ops.route import Query, route
+from kvjax.ops.route import INT32_MAX, Query, route
 from kvjax.ops.value_checks import check_cumulative, is_checked
 from kvjax.spec import AttentionSpec
 
@@ -131,7 +131,8 @@ def ragged_attention(
         check_cumulative("cu_q_lens", cu_q_lens, num_tokens)
         check_cumulative("cu_kv_lens", cu_kv_lens, num_kv_tokens)
     q_bounds, kv_bounds = _bounds(cu_q_lens, num_tokens), _bounds(cu_kv_lens, num_kv_tokens)
-    asked = Query(np.dtype(query.dtype), scale > 0, has_prompts=True)
+    elements = max(num_tokens * num_heads * max(head_size, head_size_v), np.size(key), np.size(value))
+    asked = Query(np.dtype(query.dtype), scale > 0, has_prompts=True, is_indexable=elements <= INT32_MAX)
     serve = select.choose("ragged_attention", implementation, _candidates(asked), keys)
     out, lse = serve(keys, query, jnp.asarray(value), *q_bounds, *kv_bounds, options=DenseOptions(scale, causal))
     return (out, lse) if return_lse else out

@@ -23,6 +23,8 @@ from kvjax.kernels.target import Target
 from kvjax.ops.options import as_bool
 from kvjax.spec import AttentionSpec
 
+INT32_MAX = 2**31 - 1
+
 
 class Query(NamedTuple):
     """The properties of a call that decide what serves it.
@@ -37,6 +39,7 @@ class Query(NamedTuple):
       query_quantization: whether attention to prompts uses fp8 products.
       has_plain_softmax: whether it has neither soft cap nor sinks and asks for no log-sum-exp, which torch's own
         attention does not compute.
+      is_indexable: whether int32 indexes the query, the results, the block table, and the tokens of its rows.
     """
 
     dtype: np.dtype[Any]
@@ -47,6 +50,7 @@ class Query(NamedTuple):
     rows: int | None = None
     query_quantization: bool = False
     has_plain_softmax: bool = False
+    is_indexable: bool = True
 
 
 class Route(NamedTuple):
@@ -91,6 +95,11 @@ def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], targe
 
 
 def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
+    if not query.is_indexable:
+        return (
+            f"got more elements of the query or of the results, entries of the block table, or tokens in one of its"
+            f" rows, than {INT32_MAX}, which int32 indexes"
+        )
     if not query.is_window_static:
         return "sliding_window: got an array, expected an int"
     if query.dtype == np.float32:

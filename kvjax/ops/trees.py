@@ -44,6 +44,8 @@ def words_of_rows(
     has fewer, the first are context, which is a chain. A sequence with more has no tree: it is a chain, too.
     """
     most = mask.shape[-1]
+    if not num_tokens or not len(mask) or not most:  # which JAX cannot index
+        return jnp.zeros((num_tokens, TREE_DEPTHS + -(-most // 32)), jnp.uint32)
     seq = RowSequences.of(num_tokens, q_starts, q_ends).seq
     q_len = (q_ends - q_starts)[seq]
     row = jnp.arange(num_tokens) - q_starts[seq]
@@ -83,6 +85,8 @@ def _words(
     if window is not None:
         seen &= jnp.maximum(depth[..., None] - of_tokens, 0) < window
     padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -seen.shape[-1] % 32)])
-    bits = padded.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
+    bits = padded.reshape(*seen.shape[:-1], padded.shape[-1] // 32, 32).astype(jnp.uint32) << np.arange(
+        32, dtype=np.uint32
+    )
     numbers = lax.bitcast_convert_type(jnp.stack([depth, first], axis=-1), jnp.uint32)
     return jnp.concatenate([numbers, jnp.sum(bits, axis=-1, dtype=jnp.uint32)], axis=-1)

@@ -81,8 +81,14 @@ def why_refused(plan: RaggedPlan, query: torch.Tensor, tensors: ReadTensors) -> 
             f" {plan.max_prompts} sequences of more than decode_q_len={attention.q_len} query tokens, expected"
             " max_prompts=0, or CPU tensors"
         )
-    num_heads = query.shape[1]
-    packed_size = tensors.seq_lens.shape[0] * attention.q_len * num_heads * max(spec.head_size, spec.head_size_v)
+    num_tokens, num_heads, _ = query.shape
+    row_size = num_heads * max(spec.head_size, spec.head_size_v)
+    if num_tokens * row_size > choosing.INT32_MAX:
+        return (
+            f"got {num_tokens} query tokens of {num_heads} heads: {num_tokens * row_size} elements of the query or of"
+            f" the results, expected at most {choosing.INT32_MAX}; divide the step"
+        )
+    packed_size = tensors.seq_lens.shape[0] * attention.q_len * row_size
     if query.numel() and tensors.block_table.numel() and packed_size > choosing.INT32_MAX:
         return (
             f"got {tensors.seq_lens.shape[0]} sequences, each padded to {attention.q_len} query tokens of {num_heads}"
