@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvjax.errors import KVCacheMemoryError, KVCacheTypeError, UnsupportedError, shown, type_name
@@ -49,13 +48,16 @@ def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
 
 
 def without_mesh() -> AbstractContextManager[object]:
-    """Returns a context without the mesh of `jax.set_mesh`, which must have the devices of all arrays that jit gets.
+    """Returns a context that unsets the mesh of `jax.set_mesh`, under which jit refuses arrays on other devices.
 
-    JAX cannot leave the mesh while it traces: then the context changes nothing.
+    While JAX traces, also for a gradient, the mesh cannot be unset: then the context changes nothing.
     """
-    if isinstance(lax.full((), 0), jax.core.Tracer):
+    if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
-    return jax.set_mesh(Mesh(np.empty((), object), ()))
+    try:
+        return jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError:
+        return contextlib.nullcontext()
 
 
 def is_pinned(array: jax.Array) -> bool:

@@ -131,8 +131,8 @@ class ModelKVConfig:
         layers = _layers(facts)
         if quantization_config is None:
             # Of two, an empty one declares nothing.
-            declared = [of["quantization_config"] for of in (config, part) if of.get("quantization_config") is not None]
-            quantization_config = next((each for each in reversed(declared) if each != {}), {} if declared else None)
+            declared = [of["quantization_config"] for of in (part, config) if of.get("quantization_config") is not None]
+            quantization_config = next((each for each in declared if each != {}), {} if declared else None)
         dtype = _dtype(config, part, facts) if model_dtype is None else parse_model_dtype(model_dtype)
         model = cls(
             layers=tuple(layers.values()),

@@ -531,6 +531,6 @@ def test_kernels_refuse_what_int32_does_not_index(operation: Any, query: Any, ta
     if is_served:
         assert "mosaic_gpu" in lower("mosaic")
         return
-    with pytest.raises(UnsupportedError, match="than 2147483647, which int32 indexes"):
+    with pytest.raises(UnsupportedError, match="exceed 2147483647, the most that int32 indexes"):
         lower("mosaic")
     assert "mosaic_gpu" not in lower(None)

@@ -423,3 +423,21 @@ def test_torchs_own_indexing_copies_the_same_pages(spec):
     pages = torch.from_numpy(page_bytes(cache))
     pages[pairs[:, 1]] = pages[pairs[:, 0]]
     assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), pages.numpy())
+
+
+def test_blocks_move_beside_a_gradient():
+    """Where JAX traces, though no array is traced."""
+    spec = simple_spec(KVCacheDType.BFLOAT16)
+    source, destination = KVCache.allocate(spec, 2), KVCache.allocate(spec, 2)
+    mesh = jax.make_mesh((1,), ("x",))
+
+    def moved(x: jax.Array) -> jax.Array:
+        data = kvjax.export_blocks(swap_blocks(source, KVCache.allocate(spec, 2), np.array([[0, 1]])), [1])
+        kvjax.import_blocks(data, KVCache.allocate(spec, 2), [0])
+        return x
+
+    assert jax.grad(moved)(1.0) == 1.0
+    with jax.set_mesh(mesh):
+        assert jax.grad(moved)(1.0) == 1.0
+        assert swap_blocks(source, destination, np.array([[0, 1]])).num_blocks == 2
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh

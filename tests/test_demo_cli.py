@@ -209,8 +209,8 @@ def test_the_table_has_a_line_for_each_dtype_asked_for(capsys):
         (["--dtype", "fp9"], "argument --dtype: got 'fp9', expected one of auto, float32, "),
         (["--dtype", "nvpf4"], "(did you mean 'nvfp4'?)"),
         (["--tokens", "31"], "argument --tokens: got 31, expected at least 32"),
-        (["--tokens", "1000000"], "argument --tokens: got 1000000, expected at most 8192"),
-        (["--sequences", "9223372036854775807"], "argument --sequences: got 9223372036854775807, expected at most 256"),
+        (["--tokens", "1000000"], "argument --tokens: got 1000000, expected at most 2048"),
+        (["--sequences", "9223372036854775807"], "argument --sequences: got 9223372036854775807, expected at most 32"),
         (
             ["--dtype", "fp8_ds_mla"],
             "argument --dtype: got 'fp8_ds_mla', a dtype of latents (MLA), expected one of auto,",

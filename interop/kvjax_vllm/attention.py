@@ -186,7 +186,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
     def _compile_at_once(
         self, write: Callable[[], object], query: torch.Tensor, output: torch.Tensor, stored: StoredPages
     ) -> None:
-        """Compiles the kernels of a write, of decodes and of prompts, which take as long as one of these alone."""
+        """Compiles the kernels of a write, of decodes and of prompts at once, which takes as long as those of one."""
         q_len = 1 if self.vllm_config is None else max_decode_query_len(self.vllm_config)
         decode, prompt = (self._arbitrary(query, output, stored, tokens) for tokens in (q_len, 2))
         running.compile_operations(

@@ -24,15 +24,15 @@ _OF_LATENTS = frozenset(kvjax.MLA_KV_CACHE_DTYPES) - frozenset(kvjax.STORED_KV_C
 
 PRETRAINED = "SmolLM2-135M-Instruct"
 
+MAX_SEQUENCES, MAX_TOKENS = 32, 2_048
+"""Limits of the texts that the demo serves, for which it keeps float32 logits of all tokens."""
+
 MISSING_EXTRA = 2
 """Exit status if the extra is not installed."""
 
 NO_TEXT = 1
 """Exit status if this Python lacks its standard library's sources."""
 
-
-MAX_SEQUENCES, MAX_TOKENS = 256, 8_192
-"""Limits of the texts that the demo serves, whose reference is a dense float32 cache."""
 
 _NAMES = [name for name in kvjax.ACCEPTED_KV_CACHE_DTYPES if kvjax.parse_kv_cache_dtype(name) not in _OF_LATENTS]
 

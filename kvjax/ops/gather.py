@@ -132,7 +132,7 @@ def last_blocks(block_table: Any, seq_lens: Any, last_tokens: Any, block_size: i
     is_traced = any(isinstance(array, jax.Array) for array in (block_table, seq_lens, last_tokens))
     xp: Any = jnp if is_traced else np
     ends = block_size * xp.arange(1, block_table.shape[1] + 1)
-    lengths = xp.minimum(seq_lens, np.iinfo(np.int32).max)  # as `as_lengths` has them
+    lengths = seq_lens.clip(0, np.iinfo(np.int32).max) if isinstance(seq_lens, np.ndarray) else as_lengths(seq_lens)
     return xp.where(lengths[:, None] - ends[None, :] >= xp.reshape(last_tokens, (-1, 1)), -1, block_table)
 
 

@@ -267,10 +267,16 @@ def prepared(
     if batch_invariant:
         batch = invariant_batch(cache, (*decode_shape, *query.shape[1:]), np.shape(block_table)[1])
     rows = decode_shape[1] * query.shape[1] if cache.spec.is_mla else None
-    asked = Query(jnp.dtype(query.dtype), given.sm_scale > 0, window_array is None, sizes.max_prompts > 0, batch, rows)
     table = decode_shape[0], np.shape(block_table)[1]
-    most_rows = max(num_tokens, num_seqs * decode)
-    asked = asked._replace(is_indexable=is_indexable(cache, most_rows, query.shape[1], table))
+    asked = Query(
+        jnp.dtype(query.dtype),
+        given.sm_scale > 0,
+        window_array is None,
+        sizes.max_prompts > 0,
+        batch,
+        rows,
+        is_indexable=is_indexable(cache, max(num_tokens, num_seqs * decode), query.shape[1], table),
+    )
     query_quantization = check_query_quantization(given.query_quantization, cache.spec, asked)
     asked = asked._replace(query_quantization=query_quantization)
     softmax = kernel.Softmax(

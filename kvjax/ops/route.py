@@ -97,8 +97,8 @@ def why_not_both(specs: Sequence[AttentionSpec], queries: Sequence[Query], targe
 def _why_neither_kernel(spec: AttentionSpec, query: Query) -> str | None:
     if not query.is_indexable:
         return (
-            f"got more elements of the query or of the results, entries of the block table, or tokens in one of its"
-            f" rows, than {INT32_MAX}, which int32 indexes"
+            "got a query, results, a block table or the tokens of one of its rows that exceed"
+            f" {INT32_MAX}, the most that int32 indexes"
         )
     if not query.is_window_static:
         return "sliding_window: got an array, expected an int"

@@ -85,8 +85,7 @@ def _words(
     if window is not None:
         seen &= jnp.maximum(depth[..., None] - of_tokens, 0) < window
     padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -seen.shape[-1] % 32)])
-    bits = padded.reshape(*seen.shape[:-1], padded.shape[-1] // 32, 32).astype(jnp.uint32) << np.arange(
-        32, dtype=np.uint32
-    )
+    words = padded.reshape(*seen.shape[:-1], padded.shape[-1] // 32, 32)
+    bits = words.astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
     numbers = lax.bitcast_convert_type(jnp.stack([depth, first], axis=-1), jnp.uint32)
     return jnp.concatenate([numbers, jnp.sum(bits, axis=-1, dtype=jnp.uint32)], axis=-1)

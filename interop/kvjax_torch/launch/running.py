@@ -56,7 +56,7 @@ def _compile_once(every: tuple[kernels.AnyCount, ...], device: torch.device) -> 
 
 
 def _asks(every: Iterable[kernels.AnyCount]) -> bool:
-    """Whether `compile_operations` runs, which then knows that these kernels are asked for."""
+    """Records kernels for `compile_operations` if it runs in this thread; returns whether it does."""
     asked: list[kernels.AnyCount] | None = getattr(_thread, "asked", None)
     if asked is None:
         return False
@@ -98,7 +98,8 @@ class _AskedError(Exception):
 def compile_operations(operations: Iterable[Callable[[], object]], device: torch.device) -> None:
     """Runs operations up to their first launch by `run`, and compiles the kernels that all of them ask for at once.
 
-    When an operation is run, its kernels alone are compiled, which takes as long.
+    Compiling all kernels at once takes as long as those of one operation. An operation whose kernels are known may be
+    replayed, so that it launches them.
     """
     asked = _thread.asked = list[kernels.AnyCount]()
     try:

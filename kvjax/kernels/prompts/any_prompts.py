@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from kvjax.dtypes import KVCacheDType
 from kvjax.kernels import compat, tiles
-from kvjax.kernels.aliases import DType, Kernel, Ref, Scalar
+from kvjax.kernels.aliases import DType, DTypeLike, Kernel, Ref, Scalar
 from kvjax.kernels.codecs import codecs_of
 from kvjax.kernels.gather import GatherConfig
 from kvjax.kernels.launchable import (
@@ -246,7 +246,8 @@ def any_prompts(kind: PromptKind, target: Target, config: PromptConfig | None = 
         splits = jnp.int32(counts["splits"]) if kind.is_divided else 1
         attend(problem, dataclasses.replace(launched, splits=splits), own, scratch)
 
-    results = result_arguments(kind.num_heads, spec.head_size_v, None if kind.is_divided else kind.query.dtype)
+    stored = jnp.float32 if kind.is_divided else kind.query.dtype
+    results = result_arguments(kind.num_heads, spec.head_size_v, stored)
     arguments = (
         *FOUND[1:],
         kind.query.argument("query", lambda rows: rows),
@@ -288,9 +289,8 @@ def kernel_of_tiles(
     return kernel_of(body, problem, config, sizes, tiles.barriers(config.stages), target.multiprocessors)
 
 
-def result_arguments(num_heads: int, head_size_v: int, dtype: DType | None) -> tuple[Argument, Argument]:
-    """Results, of a dtype or else of float32 to be merged, and log-sum-exps of rows of the query."""
+def result_arguments(num_heads: int, head_size_v: int, dtype: DTypeLike) -> tuple[Argument, Argument]:
+    """Results and log-sum-exps of rows of the query."""
     heads = ANY_LENGTH, num_heads
-    out = jax.ShapeDtypeStruct((*heads, head_size_v), jnp.float32 if dtype is None else dtype)
-    lse = jax.ShapeDtypeStruct(heads, jnp.float32)
+    out, lse = jax.ShapeDtypeStruct((*heads, head_size_v), dtype), jax.ShapeDtypeStruct(heads, jnp.float32)
     return Argument("out", out), Argument("lse", lse)

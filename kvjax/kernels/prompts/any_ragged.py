@@ -196,7 +196,7 @@ def any_ragged(kind: RaggedKind, target: Target) -> AnyCount:
         splits = numbers["splits"] if kind.is_divided else 1
         attend(problem, dataclasses.replace(config, splits=splits), own, scratch)
 
-    results = result_arguments(kind.num_heads, spec.head_size_v, None if kind.is_divided else dtype)
+    results = result_arguments(kind.num_heads, spec.head_size_v, jnp.float32 if kind.is_divided else dtype)
     return AnyCount(
         body,
         functools.partial(kernel_of_tiles, problem, config, (spec.head_size, spec.head_size_v, dtype), target),
