@@ -1,4 +1,4 @@
-"""The time at which this process began to import kvjax. Sources that change later are not those that it runs."""
+"""The time at which this process began to import kvjax. Sources that change later differ from the imported code."""
 
 import time
 

@@ -517,7 +517,7 @@ def test_blocks_before_a_window_are_not_checked():
     ],
 )
 def test_kernels_refuse_what_int32_does_not_index(operation: Any, query: Any, table: Any, is_served: bool):
-    """XLA serves it where no implementation is asked for."""
+    """By default XLA serves such calls."""
     spec, array = simple_spec(KVCacheDType.NVFP4, num_kv_heads=8, head_size=128, block_size=16), jax.ShapeDtypeStruct
     cache = KVCache(array(spec.cache_shape(8), spec.array_dtype), spec)
     args = [array(query, jnp.bfloat16), cache, array(table, jnp.int32), array(table[:1], jnp.int32)]

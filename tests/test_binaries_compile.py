@@ -233,7 +233,7 @@ def test_a_process_says_what_it_cannot_compile_and_may_end_at_any_time(monkeypat
 
 @needs_plugin
 def test_a_process_does_not_import_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Where a checkout may be, of other sources than those of the process that starts it."""
+    """The current folder may hold a checkout with different sources."""
     for name in ("kvjax", "jax"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit")
     monkeypatch.chdir(tmp_path)
@@ -246,7 +246,7 @@ def test_a_process_does_not_import_from_the_current_folder(tmp_path: Path, monke
 
 
 def test_kernels_whose_sources_changed_are_compiled_in_this_process(monkeypatch: pytest.MonkeyPatch):
-    """Processes would read the sources anew."""
+    """Another process would read the changed sources."""
     kernels, here = [gather_kernel(NVFP4), write_kernel(NVFP4)], []
     compile_here(kernels, here, monkeypatch)
     monkeypatch.setattr(workers, "can_compile_for", lambda device: True)

@@ -425,8 +425,8 @@ def test_torchs_own_indexing_copies_the_same_pages(spec):
     assert_same_bytes(page_bytes(copy_blocks(cache, pairs)), pages.numpy())
 
 
-def test_blocks_move_beside_a_gradient():
-    """Where JAX traces, though no array is traced."""
+def test_blocks_can_be_moved_inside_a_function_that_is_differentiated():
+    """JAX is tracing there, but the caches are not traced."""
     spec = simple_spec(KVCacheDType.BFLOAT16)
     source, destination = KVCache.allocate(spec, 2), KVCache.allocate(spec, 2)
     mesh = jax.make_mesh((1,), ("x",))

@@ -238,7 +238,7 @@ def test_a_nested_text_config_is_read(place: str):
     assert model == ModelKVConfig((layer(2, 64),) * 2, KVCacheDType.FLOAT16, SCHEME)
 
 
-def test_an_empty_quantization_config_does_not_hide_that_of_the_other_part():
+def test_an_empty_quantization_config_does_not_hide_another():
     config = {"text_config": BASE | {"quantization_config": {}}, "quantization_config": SCHEME}
     assert ModelKVConfig.from_hf_config(config).quantization_config == SCHEME
     config = {"text_config": BASE | {"quantization_config": {}}}

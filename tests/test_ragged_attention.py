@@ -249,7 +249,7 @@ def test_chunks_of_any_size_match_decoding(attend, window):
     want, factors = suite.expected(problem, 0), slack(problem.case, attend)
     for cuts in ([0], [0, 9, 10, 26, 40], range(45)):
         got = step_by_step(problem, attend, cuts)
-        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max * factors.get("max_factor", 1)
+        assert np.abs(got[..., :-1] - want.out).max() <= want.out_max
         assert np.abs(got[..., -1] - want.lse).max() <= want.lse_max * factors.get("lse_factor", 1)
     decoded, lse = attend_decoding(problem)
     assert np.abs(decoded - want.out).max() <= want.out_max

@@ -210,7 +210,7 @@ def test_what_cannot_be_compiled_is_said_with_the_tested_versions(fake_driver: D
 def test_kernels_of_several_operations_are_compiled_at_once(
     fake_driver: Driver, compiled: list[list[AnyCount]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Up to the first launch of each: nothing is launched or recorded, and what follows is not reached."""
+    """Each operation stops before its first launch; nothing is launched or recorded."""
     monkeypatch.setattr(running, "check_capability", lambda device: None)
     first, second, third, later = new_kernels(4)
     tensors = (torch.zeros(1),) * 3

@@ -278,7 +278,7 @@ def test_step_kernels_divide_a_step_as_their_model_does(decode_q_len, window, si
 
 @pytest.mark.full
 def test_results_of_splits_are_rounded_once(monkeypatch: pytest.MonkeyPatch):
-    """Where they are merged: they deviate from float64 no more than results that no split divides."""
+    """Merged results of splits are as accurate as results without splits."""
     interpret_kernels(monkeypatch)
     monkeypatch.setattr(choosing, "target_of", lambda _: kernels.Target(multiprocessors=8))
     case = ragged((64,), (400,), dtype="bfloat16", head_size=16, block_size=16, num_kv_heads=2, group=2)

@@ -272,5 +272,5 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
 
 
 def _without_memory(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and strides, which `to` does not keep of views."""
+    """A meta tensor of the same shape and strides; `x.to("meta")` does not keep the strides of views."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

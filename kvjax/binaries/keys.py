@@ -106,7 +106,7 @@ def sources_digest(folder: Path) -> str:
     paths = sorted(folder.rglob("*.py"))
     for path in paths:
         status = path.stat()
-        if max(status.st_mtime, status.st_ctime) > started.TIME:  # a copy may keep the former
+        if max(status.st_mtime, status.st_ctime) > started.TIME:  # a copied file may keep its mtime
             raise NoStableFormError(f"{path}, which changed after this process began")
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()}\0{len(content)}\0".encode())

@@ -24,6 +24,7 @@ from kvjax.ops.options import as_bool
 from kvjax.spec import AttentionSpec
 
 INT32_MAX = 2**31 - 1
+"""The largest count, and the largest index into an array, that kernels take."""
 
 
 class Query(NamedTuple):

@@ -867,8 +867,8 @@ def check_swaps_that_are_refused() -> None:
         by_hand.check()
 
 
-def check_swaps_beyond_the_mesh_of_the_context() -> None:
-    """JAX expects its devices of all that a jitted call gets. Likewise exports, and imports, which lose no cache."""
+def check_swaps_outside_the_mesh() -> None:
+    """Blocks can be swapped, exported and imported under a mesh that does not include the caches' devices."""
     cache, _, _, _ = small("nvfp4-NHD", "heads")
     states = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), MESH.devices[0, 0])
     host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
@@ -1024,7 +1024,7 @@ CHECKS = {
         check_copies,
         check_copies_between_divisions,
         check_swaps_that_are_refused,
-        check_swaps_beyond_the_mesh_of_the_context,
+        check_swaps_outside_the_mesh,
         check_caches_made_by_hand,
         check_latents,
         check_documentation,

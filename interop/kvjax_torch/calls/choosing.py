@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from kvjax import AttentionSpec, kernels
+from kvjax.ops.route import INT32_MAX as INT32_MAX
 
 one_at_a_time = threading.Lock()
 """Held by calls that choose a kernel, so that threads that make the same first call choose the same one."""
-
-INT32_MAX = 2**31 - 1
-"""The largest count, and the largest index into an array, that kernels take."""
 
 
 def most_blocks(spec: AttentionSpec, width: int) -> int:
