@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -19,6 +21,7 @@ from support.helpers import simple_spec
 from kvjax import KVCacheDType, KVCacheValueError, binaries
 from kvjax.binaries import Binary, Device, LaunchUnavailableError, Shape, compiling, lowering, module, workers
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
+from kvjax.binaries.folder import Folder
 from kvjax.kernels.launchable import AnyCount
 
 PATH = [os.path.abspath(folder) for folder in sys.path]
@@ -223,6 +226,10 @@ def test_a_process_says_what_it_cannot_compile_and_may_end_at_any_time(monkeypat
             patched.setattr(workers, "sources_digest", lambda folder: "of other sources")
             with pytest.raises(workers._WorkerError, match="sources are not those"):
                 worker.compile(kernel, H200)
+        with monkeypatch.context() as patched:
+            patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0")
+            with pytest.raises(workers._WorkerError, match="the environment is not"):
+                worker.compile(kernel, H200)
         worker._process.kill()
         with pytest.raises(workers._WorkerError):
             worker.compile(kernel, H200)
@@ -363,3 +370,72 @@ def test_attention_has_a_grid_of_two_axes():
         module.rewritten(kernel.module, len(merge.args) - 1)
     with pytest.raises(LaunchUnavailableError, match="passes arguments of Mosaic GPU kernels in another form"):
         module.rewritten(kernel.module, len(merge.args) + 9)
+
+
+@needs_plugin
+def test_processes_that_were_started_ahead_compile_next_and_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "2")
+    workers.start_ahead()
+    ahead = list(workers._waiting)
+    assert len(ahead) == 2
+    workers.start_ahead()  # there are as many as there may be
+    assert workers._waiting == ahead
+    used: list[workers._Worker] = []
+
+    def compile_there(worker: workers._Worker, kernel: AnyCount, device: Device) -> Binary:
+        used.append(worker)
+        return compile_of(worker, kernel, device)
+
+    compile_of = workers._Worker.compile
+    monkeypatch.setattr(workers._Worker, "compile", compile_there)
+    monkeypatch.setattr(workers, "can_compile_for", lambda device: False)  # so that a process must
+    [binary] = workers.compile_all(small_kernels()[:1], H200)
+    assert_is_binary_of(binary, UNSCALED)
+    assert len(used) == 1
+    assert used[0] in ahead
+    assert not workers._waiting
+    assert not workers._live
+    assert None not in [worker._process.poll() for worker in ahead]
+
+
+def test_processes_that_nothing_needs_end(monkeypatch: pytest.MonkeyPatch):
+    """As where all kernels are found in the folder, or nothing is compiled for ten minutes."""
+    monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "1")
+    workers.start_ahead()
+    [worker] = workers._waiting
+    workers.compile_all([], H200)
+    assert worker._process.poll() is not None
+    assert not workers._live
+    monkeypatch.setattr(workers, "_AHEAD", 0.0)
+    made: list[workers._Worker] = []
+    begin = workers._Worker.__init__
+
+    def begins(worker: workers._Worker) -> None:
+        begin(worker)
+        made.append(worker)
+
+    monkeypatch.setattr(workers._Worker, "__init__", begins)
+    workers.start_ahead()
+    deadline = time.monotonic() + 30
+    while workers._live and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [worker._process.wait(30) for worker in made] == [-signal.SIGKILL]
+    assert not workers._live
+
+
+def test_processes_are_started_ahead_only_of_a_folder_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[None] = []
+    monkeypatch.setattr(binaries, "start_ahead", lambda: calls.append(None))
+    folder = tmp_path / "kvjax"
+    monkeypatch.setenv("KVJAX_CACHE_DIR", str(folder))
+    binaries.prepare()
+    assert len(calls) == 1
+    Folder(folder).write("a key", b"a kernel")
+    binaries.prepare()
+    assert len(calls) == 1
+    monkeypatch.setenv("KVJAX_CACHE_DIR", "0")
+    binaries.prepare()
+    folder.chmod(0o777)  # not used, because others may write there
+    monkeypatch.setenv("KVJAX_CACHE_DIR", str(folder))
+    binaries.prepare()
+    assert len(calls) == 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -89,6 +89,7 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         self._serves_prompts = False  # whether kernels for prompts are compiled
         self._rotates_keys = False  # once scales are known
         self._in_fp8: bool | None = None  # whether attention to prompts uses fp8 products, once it is known
+        running.prepare()  # while vLLM loads the model
 
     def rotate_keys(self) -> None:
         """Makes the layer store rotated keys, and rotate queries."""
@@ -98,13 +99,14 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes a step's tokens; those beyond the slots are padding."""
-        (key_cache, value_cache), how = stored = self._stored(layer, kv_cache)
-        tokens = self._rotated(key), value, key_cache, value_cache, slot_mapping
-        write = functools.partial(kvjax_torch.reshape_and_cache_flash, *tokens, *how, unique_slots=True)
+        stored = self._stored(layer, kv_cache)
+        rows = self._rotated(key), value
         if self._profiled is not None and key.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._compile_at_once(write, *self._profiled, stored)
+            one = (x[:1].reshape(-1).view(1, *x.shape[1:]) for x in rows)  # has strides of its own
+            steps = (*rows, slot_mapping), (*one, slot_mapping[:1])
+            self._compile_at_once([functools.partial(_write, stored, *step) for step in steps], *self._profiled, stored)
             self._profiled = None
-        write()
+        _write(stored, *rows, slot_mapping)
 
     def forward(
         self,
@@ -184,14 +186,14 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         )
 
     def _compile_at_once(
-        self, write: Callable[[], object], query: torch.Tensor, output: torch.Tensor, stored: StoredPages
+        self, writes: Sequence[Callable[[], object]], query: torch.Tensor, output: torch.Tensor, stored: StoredPages
     ) -> None:
-        """Compiles the kernels of a write, of decodes and of prompts at once, which takes as long as those of one."""
+        """Compiles the kernels of writes, decodes and prompts at once, which takes as long as those of one."""
         q_len = 1 if self.vllm_config is None else max_decode_query_len(self.vllm_config)
         decode, prompt = (self._arbitrary(query, output, stored, tokens) for tokens in (q_len, 2))
         running.compile_operations(
             (
-                write,
+                *writes,
                 functools.partial(self._decode, decode.rows, stored, decode.of, decode.out),
                 functools.partial(self._prompt, prompt, stored),
             ),
@@ -269,6 +271,11 @@ class KvjaxImpl(ScaledImpl, AttentionImpl[KvjaxMetadata]):
         else:  # keys and values are arranged anew, and there are logits, weights and rows of a tile
             more = dense + 3 * prompts.LOGITS_BYTES + 4 * max(query.nbytes, output.nbytes)
         torch.empty(dense + more, dtype=torch.uint8, device=query.device)
+
+
+def _write(stored: StoredPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    (key_cache, value_cache), how = stored
+    kvjax_torch.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, *how, unique_slots=True)
 
 
 def _without_memory(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ tracing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
@@ -18,10 +19,20 @@ from kvjax.binaries.encoding import NoStableFormError
 from kvjax.binaries.folder import Folder, folder_of, size_of
 from kvjax.binaries.keys import key_of
 from kvjax.binaries.module import given_integers as given_integers
-from kvjax.binaries.workers import compile_all
+from kvjax.binaries.workers import compile_all, start_ahead
+from kvjax.errors import KVCacheValueError
 from kvjax.kernels.launchable import AnyCount
 
-__all__ = ["Binary", "Device", "LaunchUnavailableError", "Shape", "compiled", "given_integers", "num_compilations"]
+__all__ = [
+    "Binary",
+    "Device",
+    "LaunchUnavailableError",
+    "Shape",
+    "compiled",
+    "given_integers",
+    "num_compilations",
+    "prepare",
+]
 
 _compilations = 0
 _count_lock = threading.Lock()
@@ -30,6 +41,19 @@ _count_lock = threading.Lock()
 def num_compilations() -> int:
     """The number of kernels that this process compiled or had others compile; those from the folder do not count."""
     return _compilations
+
+
+def prepare() -> None:
+    """Starts the processes in which `compiled` compiles, unless the folder has kernels; they import JAX meanwhile.
+
+    Raises:
+      KVCacheValueError: `KVJAX_COMPILE_PROCESSES` is invalid.
+    """
+    path = folder_of(os.environ)
+    with contextlib.suppress(OSError, KVCacheValueError):  # `compiled` warns of a folder that it cannot use
+        if path is not None and Folder(path).entries():
+            return
+    start_ahead()
 
 
 def compiled(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:

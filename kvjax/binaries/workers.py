@@ -22,7 +22,7 @@ from typing import IO, Any
 from kvjax.binaries.binary import Binary, Device, LaunchUnavailableError
 from kvjax.binaries.compiling import can_compile_for, compile_here, in_turn
 from kvjax.binaries.encoding import NoStableFormError, encode_kernel
-from kvjax.binaries.keys import SOURCES, options, sources_digest
+from kvjax.binaries.keys import SOURCES, environment, options, sources_digest
 from kvjax.errors import KVCacheValueError, shown
 from kvjax.kernels.launchable import AnyCount
 
@@ -33,8 +33,13 @@ MOST_PROCESSES = 12
 _PATIENCE = 300.0
 """Seconds for which a process may compile one kernel."""
 
+_AHEAD = 600.0
+"""Seconds for which processes that were started ahead wait."""
+
 _live_lock = threading.Lock()
 _live: set[_Worker] = set()
+_waiting: list[_Worker] = []
+"""Those of the live ones that `start_ahead` started and nobody has taken."""
 
 
 class _WorkerError(Exception):
@@ -55,8 +60,19 @@ def processes_of(variables: Mapping[str, str]) -> int:
     return int(text)
 
 
+def start_ahead() -> None:
+    """Starts as many processes as there may be, which import JAX until the next `compile_all` takes them.
+
+    They end with it, after ten minutes, or with this process.
+    """
+    _waiting.extend(_started())
+    timer = threading.Timer(_AHEAD, _end_waiting)
+    timer.daemon = True
+    timer.start()
+
+
 def compile_all(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:
-    """Compiles kernels for a device, several at once in processes.
+    """Compiles kernels for a device, several at once in processes, all of which have ended when it returns.
 
     Raises:
       LaunchUnavailableError: JAX or its plugin lacks something that this needs.
@@ -83,6 +99,7 @@ def compile_all(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:
     finally:
         for worker in workers:
             worker.end()
+        _end_waiting()
     return [done[i] if i in done else _compile(kernel, device) for i, kernel in enumerate(kernels)]
 
 
@@ -118,7 +135,14 @@ def _compile(kernel: AnyCount, device: Device) -> Binary:
 
 
 def _new_workers() -> Iterator[_Worker]:
-    """New processes, as many as there may be."""
+    """Processes that wait, then new ones, as many as there may be."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield _waiting.pop()
+    yield from _started()
+
+
+def _started() -> Iterator[_Worker]:
     while sys.executable and not getattr(sys, "frozen", False):  # a frozen program would run itself
         with _live_lock:
             if len(_live) >= processes_of(os.environ):
@@ -129,6 +153,12 @@ def _new_workers() -> Iterator[_Worker]:
                 return
             _live.add(worker)
         yield worker
+
+
+def _end_waiting() -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            _waiting.pop().end()
 
 
 class _Worker:
@@ -157,6 +187,7 @@ class _Worker:
             "device": dataclasses.asdict(device),
             "sources": sources_digest(SOURCES),
             "options": options(),
+            "environment": environment(os.environ),
         }
         sent, received = self._process.stdin, self._process.stdout
         if sent is None or received is None:

@@ -745,9 +745,10 @@ def test_prompts_can_be_compiled_before_any_comes():
         stored = impl._stored(SimpleNamespace(_k_scale=one, _v_scale=one), views[0])
         query = torch.zeros(1, HEADS, HEAD_SIZE, dtype=torch.bfloat16)
         impl._compile_for_prompts(query, query.clone(), stored)
-        write = mock.Mock()
-        impl._compile_at_once(write, query.to("meta"), query.to("meta"), stored)
-        write.assert_called_once_with()
+        writes = mock.Mock(), mock.Mock()
+        impl._compile_at_once(writes, query.to("meta"), query.to("meta"), stored)
+        for write in writes:
+            write.assert_called_once_with()
 
 
 def test_each_step_reads_the_current_sinks():

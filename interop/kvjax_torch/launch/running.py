@@ -95,6 +95,17 @@ class _AskedError(Exception):
     """Ends an operation whose kernels are asked for, before its first launch."""
 
 
+@functools.cache
+def prepare() -> None:
+    """Starts, once, the processes that compile kernels, if there is a GPU and none was compiled before.
+
+    Raises:
+      KVCacheValueError: `KVJAX_COMPILE_PROCESSES` is invalid.
+    """
+    if torch.cuda.is_available():
+        binaries.prepare()
+
+
 def compile_operations(operations: Iterable[Callable[[], object]], device: torch.device) -> None:
     """Runs operations up to their first launch by `run`, and compiles the kernels that all of them ask for at once.
 
