@@ -388,7 +388,7 @@ def test_processes_that_were_started_ahead_compile_next_and_end(monkeypatch: pyt
 
     compile_of = workers._Worker.compile
     monkeypatch.setattr(workers._Worker, "compile", compile_there)
-    monkeypatch.setattr(workers, "can_compile_for", lambda device: False)  # so that a process must
+    monkeypatch.setattr(workers, "compile_here", None)  # not in this process
     [binary] = workers.compile_all(small_kernels()[:1], H200)
     assert_is_binary_of(binary, UNSCALED)
     assert len(used) == 1

@@ -87,12 +87,14 @@ def compile_all(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:
             except (_WorkerError, NoStableFormError):
                 return
 
-    workers = list(itertools.islice(_new_workers(), max(len(kernels) - 1, 0)))
+    # This process compiles one of them, unless enough others have imported JAX for it.
+    helps = len(_waiting) < len(kernels)
+    workers = list(itertools.islice(_new_workers(), len(kernels) - helps))
     threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
     try:
         for thread in threads:
             thread.start()
-        while index := _taken(waiting):
+        while helps and (index := _taken(waiting)):
             done[index[0]] = _compile(kernels[index[0]], device)
         for thread in threads:
             thread.join()
