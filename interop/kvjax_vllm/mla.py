@@ -25,7 +25,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 import kvjax_torch
 from kvjax import UnsupportedError
-from kvjax_torch.launch import running
 from kvjax_vllm.scales import ScaledImpl
 from kvjax_vllm.step import equal_q_len
 
@@ -81,7 +80,6 @@ class KvjaxMLAImpl(ScaledImpl, MLACommonImpl[MLACommonMetadata]):
         super().__init__(*args, **kwargs)
         self.supports_quant_query_input = False  # products are in 16 bits
         self.vllm_config = get_current_vllm_config_or_none()
-        running.prepare()  # while vLLM loads the model
 
     def reserve_workspace(self) -> None:
         """Resolves decode scales while vLLM measures memory."""
