@@ -22,7 +22,7 @@ from kvjax.ops.arguments import INPUT_DTYPES
 from kvjax.ops.rows import decode_rows, encode_rows
 from kvjax.scale_values import MAX_SCALE, MIN_SCALE
 from kvjax.scales import KVScales
-from kvjax.spec import AttentionSpec, as_specs
+from kvjax.spec import AttentionSpec, as_items, as_specs
 
 type Batch = Iterable[Iterable[ArrayLike]]
 """Keys and values, `(key, value)`, of each layer."""
@@ -46,6 +46,7 @@ def calibrate(
     method: str | CalibrationMethod = CalibrationMethod.AMAX,
     percentile: float = 99.99,
     per_head: bool = False,
+    layer_indices: Sequence[int | str] | None = None,
 ) -> tuple[KVScales, ...]:
     """Computes decode scales for caches of `specs` from representative keys and values.
 
@@ -72,10 +73,13 @@ def calibrate(
       method: as above.
       percentile: above 0 and at most 100.
       per_head: whether layers that take a scale per KV head (fp8) get one per head; others (NVFP4) get one.
+      layer_indices: what errors and warnings call the layers, such as `ModelKVConfig.layer_indices`; by default their
+        places in `specs`.
 
     Raises:
       KVCacheValueError: no batch; one that does not match the specs; infinite keys or values; an unknown method; a
-        percentile out of range; `per_head` without a layer that takes a scale per head.
+        percentile out of range; `per_head` without a layer that takes a scale per head; `layer_indices` of another
+        number.
       KVCacheTypeError: `specs` is not a sequence of specs; a batch of another type or dtype; for `"mse"` an iterator;
         `percentile` is not a number.
 
@@ -83,6 +87,9 @@ def calibrate(
       KVCacheWarning: keys or values of a layer, or of one of its heads, are all 0: their scale is 1.
     """
     specs = as_specs(specs)
+    indices = range(len(specs)) if layer_indices is None else as_items("layer_indices", layer_indices, "ints")
+    if len(indices) != len(specs):
+        raise KVCacheValueError(f"layer_indices: got {len(indices)}, expected {len(specs)}, one for each spec")
     if method not in list(CalibrationMethod):
         raise KVCacheValueError(got_expected("method", method, list(CalibrationMethod)))
     if isinstance(percentile, bool) or not isinstance(percentile, numbers.Real):
@@ -100,7 +107,7 @@ def calibrate(
             " a function that returns the batches"
         )
     tensors = [
-        _Tensor(layer, kv_index, spec, per_head and part.info.takes_head_scales and not spec.is_mla)
+        _Tensor(layer, indices[layer], kv_index, spec, per_head and part.info.takes_head_scales and not spec.is_mla)
         for layer, spec in enumerate(specs)
         for kv_index, part in enumerate(spec.parts)
         if not (spec.is_mla and kv_index) or (part is not spec.parts[0] and spec.part_sizes[1])
@@ -119,10 +126,13 @@ def calibrate(
 class _Tensor(NamedTuple):
     """The keys (`kv_index` 0) or the values (1) of a layer, or its latents (0) or rope keys (1).
 
+    `layer` is its place among the specs, `name` its index in the model.
+
     If rope keys have the latents' dtype, they count as further elements of the latents.
     """
 
     layer: int
+    name: int | str
     kv_index: int
     spec: AttentionSpec
     per_head: bool
@@ -155,7 +165,7 @@ class _Tensor(NamedTuple):
 
     def __str__(self) -> str:
         names = ("latents", "rope keys") if self.spec.is_mla else ("keys", "values")
-        return f"{names[self.kv_index]} of layer {self.layer}"
+        return f"{names[self.kv_index]} of layer {self.name}"
 
 
 type _State = tuple[jax.Array, ...]

@@ -134,13 +134,15 @@ def choose_layer_dtypes(
     by_dtype = [resolve_layer_specs(model, dtype) for dtype in allowed]
     elements = sum(spec.num_kv_heads * sum(spec.head_sizes) for spec in by_dtype[0])
     if bits is None:
-        name, budget = "bytes_per_token", as_int("bytes_per_token", bytes_per_token, least=1)
+        budget = as_int("bytes_per_token", bytes_per_token, least=1)
     else:
-        name, budget = "bits", math.floor((as_float("bits", bits) or 0.0) * elements / 8)
+        budget = math.floor((as_float("bits", bits) or 0.0) * elements / 8)
     costs = np.array([[specs[layer].bytes_per_token for specs in by_dtype] for layer in range(len(model.layers))])
-    if costs.min(axis=1).sum() > budget:
+    if (least := int(costs.min(axis=1).sum())) > budget:
         raise KVCacheValueError(
-            f"{name}: got {budget} bytes per token, expected at least {costs.min(axis=1).sum()}, of the smallest dtypes"
+            f"bytes_per_token: got {budget}, expected at least {least}, of the smallest dtypes"
+            if bits is None
+            else f"bits: got {bits:g}, expected at least {bits_in_words(8 * least / elements)}, of the smallest dtypes"
         )
     errors = np.stack([measure(model, specs, False) for specs in by_dtype], axis=1)
     rotated = np.full_like(errors, np.inf)
@@ -165,6 +167,11 @@ def choose_layer_dtypes(
         key_rotation=tuple(model.layer_indices[layer] for layer in layers if is_rotated[layer]),
         rotated_errors=by_layer(rotated) if key_rotation else (),
     )
+
+
+def bits_in_words(bits: float) -> str:
+    """Two decimals, rounded up, so that as many bits are enough."""
+    return f"{math.ceil(round(bits * 100, 6)) / 100:.2f}"
 
 
 def _least(errors: np.ndarray, costs: np.ndarray, budget: int) -> np.ndarray:
@@ -204,7 +211,7 @@ def _by_attention(samples: object) -> Measure:
             f"samples: got a {type(samples).__name__}, which can be read only once, expected a list or a function"
         )
     read: Callable[[], Sequences] = samples if callable(samples) else lambda: samples
-    return lambda _, specs, rotates: _errors(specs, read, rotates=rotates)
+    return lambda model, specs, rotates: _errors(model.layer_indices, specs, read, rotates=rotates)
 
 
 def _by_function(samples: object, error_of: ErrorOf) -> Measure:
@@ -234,7 +241,9 @@ def _may_rotate(spec: AttentionSpec) -> bool:
     return spec.dtype.parts[0].is_quantized and spec.head_size % 2 == 0
 
 
-def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool = False) -> np.ndarray:
+def _errors(
+    indices: Sequence[int | str], specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, rotates: bool
+) -> np.ndarray:
     """Returns each layer's relative error of attention, `[layers]`; that of rotated keys is infinite without them."""
     checked = functools.partial(_checked, specs, read)
     has_rotation = [rotates and _may_rotate(spec) for spec in specs]
@@ -247,16 +256,16 @@ def _errors(specs: Sequence[AttentionSpec], read: Callable[[], Sequences], *, ro
                 for (_, key, value), is_rotated in zip(sequence, has_rotation, strict=True)
             ]
 
-    scales = calibrate(specs, stored)
+    scales = calibrate(specs, stored, layer_indices=indices)
     sums = np.zeros((len(specs), 2))
     for sequence in checked():
         sums += [
             jax.device_get(_squares(*map(jnp.asarray, layer), of_layer, spec=spec, rotates=is_rotated))
             for layer, spec, of_layer, is_rotated in zip(sequence, specs, scales, has_rotation, strict=True)
         ]
-    for layer, total in enumerate(sums[:, 1]):
+    for index, total in zip(indices, sums[:, 1], strict=True):
         if not np.isfinite(total):
-            raise KVCacheValueError(f"samples: got attention of layer {layer} that is not finite")
+            raise KVCacheValueError(f"samples: got attention of layer {index} that is not finite")
     errors = np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(specs)), where=sums[:, 1] > 0)
     if rotates:
         errors = np.where(has_rotation, errors, np.inf)

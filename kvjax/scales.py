@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.checkpoint import read_declared_kv_cache
-from kvjax.dtypes import KVCacheDType
+from kvjax.dtypes import MLA_PARTS, KVCacheDType
 from kvjax.errors import MAX_SHOWN, KVCacheError, KVCacheTypeError, KVCacheValueError, KVCacheWarning, kind_of, shown
 from kvjax.layer_names import in_ranges, split_layer_name
 from kvjax.model_config import LayerKVConfig, ModelKVConfig
@@ -90,6 +90,9 @@ AMAX_DIVISOR = "kvjax_amax_divisor"
 KEY_ROTATION = "kvjax_key_rotation"
 """Likewise: the layers whose scales are those of rotated keys, `"0,3,4"`."""
 
+MADE_FOR = "kv_cache_dtype"
+"""Likewise: the dtypes that the scales are for, a name or `"0-3=fp8_e4m3,4=nvfp4"`."""
+
 
 def load_kv_scales(
     checkpoint: str | os.PathLike[str] | Mapping[str, Any],
@@ -125,7 +128,8 @@ def load_kv_scales(
         that a file of `kvjax calibrate --key-rotation` was made for.
 
     Raises:
-      KVCacheValueError: as `resolve_layer_dtypes`; `key_rotation` differs from a file's layers of rotated keys; an
+      KVCacheValueError: as `resolve_layer_dtypes`; `key_rotation` differs from a file's layers of rotated keys; a file
+        of `kvjax calibrate` in a folder, or of scales of latents alone (NVFP4) for rope keys too (fp8); an
         invalid safetensors file, index or `hf_quant_config.json`, or one that is not a regular file; different values
         of a scale in two files; a scale that is neither a scalar nor one per head, or not between `MIN_SCALE` and
         `MAX_SCALE`; scales of more than one language model.
@@ -142,11 +146,13 @@ def load_kv_scales(
     if path and amax_divisor is None:
         amax_divisor = _divisor_in_file(path)
     if not isinstance(checkpoint, Mapping) and path is None:
-        _check_folder(Path(checkpoint))
+        check_folder(Path(checkpoint))
     _check_rotation(key_rotation, load_key_rotation(path) if path else ())
     layers = read_layer_scales(tensors, model, requested, skip_layers=skip_layers, amax_divisor=amax_divisor)
+    if path:
+        _check_rope_keys(path, model, layers)
     folder = None if isinstance(checkpoint, Mapping) else Path(checkpoint)
-    if folder and model.quantization_config is None and _declares_quantized_cache(folder):
+    if folder and not model.quantization_config and _declares_quantized_cache(folder):
         warnings.warn(
             "checkpoint: got a folder with hf_quant_config.json and a model without a quantization_config, so what the"
             " file declares has no effect; expected ModelKVConfig.from_hf_config(config, quantization_config=...) with"
@@ -179,13 +185,29 @@ def load_key_rotation(path: str | os.PathLike[str]) -> tuple[int, ...]:
     return tuple(map(int, layers))
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuses a folder with scales of rotated keys, because metadata is read only from a single file."""
+def check_folder(folder: Path) -> None:
+    """Refuses a folder with a file of `kvjax calibrate`, because metadata is read only from a single file."""
     for path in [] if (folder / INDEX).exists() else sorted(folder.glob("*.safetensors")):
-        if layers := load_key_rotation(path):
+        if {AMAX_DIVISOR, KEY_ROTATION} & {*read_metadata(path)}:
             raise KVCacheValueError(
-                f"checkpoint: got a folder with scales of rotated keys of layers {shown(layers)}, expected the file"
-                f" {shown(str(path))} itself"
+                f"checkpoint: got a folder with scales of kvjax calibrate, expected the file {shown(str(path))} itself,"
+                " or a folder without it"
+            )
+
+
+def _check_rope_keys(path: Path, model: ModelKVConfig, layers: Sequence[LayerScales]) -> None:
+    """Refuses scales of latents alone for layers whose rope keys are stored with the latents' scale."""
+    made_for = read_metadata(path).get(MADE_FOR)
+    rope_keys = {dtype.value: parts[1] for dtype, parts in MLA_PARTS.items()}
+    if made_for not in rope_keys or rope_keys[made_for].takes_scale:
+        return
+    for index, layer, found in zip(model.layer_indices, model.layers, layers, strict=True):
+        has_rope = layer.is_mla and layer.head_size > layer.head_size_v
+        if has_rope and found.names[0] is not None and rope_keys[found.dtype.value].takes_scale:
+            raise KVCacheValueError(
+                f"checkpoint: got scales for {made_for}, those of latents alone, for layer {index} in"
+                f" {found.dtype.value}, where rope keys have them too; expected those of kvjax calibrate --dtype"
+                f" {found.dtype.value}"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -19,12 +20,14 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from support import tiny_models  # noqa: E402
 from support.helpers import matrix  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import kvjax  # noqa: E402
+from kvjax import KVCacheValueError  # noqa: E402
 from kvjax.cli import main  # noqa: E402
 from kvjax.cli.arguments import kv_cache_dtypes  # noqa: E402
 from kvjax_torch.transformers.calibrate import Allowed, Options, calibrate_model  # noqa: E402
@@ -251,6 +254,14 @@ def test_latents_have_one_scale(latent_model, text, out, capsys, dtype):
     header, _, first, *_ = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in header.split("|")[4:7]] == ["largest latent", "k_scale", "largest rope key"]
     assert first.split("|")[7].strip() == "-"
+    if dtype == "nvfp4":  # which says nothing of rope keys
+        with pytest.raises(
+            KVCacheValueError, match=r"^checkpoint: got scales for nvfp4, .* expected .* --dtype fp8_e4"
+        ):
+            load(out, latent_model, "fp8")
+    else:
+        in_nvfp4, in_fp8 = (float(load(out, latent_model, each)[0].k_scale) for each in ("nvfp4", "fp8"))
+        assert in_nvfp4 == pytest.approx(in_fp8 / 6)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +516,29 @@ def with_code_of_its_own(model: Path, text: Path) -> list[str]:
     return []
 
 
+def change_weights(model: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def without_weights(model: Path, text: Path) -> list[str]:
+    change_weights(model, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    return []
+
+
+def with_scales_of_weights(model: Path, text: Path) -> list[str]:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    change_weights(model, lambda tensors: tensors.update({f"{name}_scale": torch.ones(1), f"{name}x": torch.ones(1)}))
+    return []
+
+
+def without_a_head(model: Path, text: Path) -> list[str]:
+    change_weights(model, lambda tensors: tensors.pop("lm_head.weight"))
+    return ["--choose", "fp8,nvfp4", "--bits", "9", "--choose-by", "divergence"]
+
+
 def written(content: bytes) -> Change:
     def change(model: Path, text: Path) -> list[str]:
         text.write_bytes(content)
@@ -533,6 +567,12 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "not UTF-8": (written(b"\xff" * 99), "text.txt', which is not UTF-8"),
     "no model": (removed("config"), "model: got '"),
     "NaN": (with_nan, "model: got NaN values of layer 1 for sample 0, expected finite numbers"),
+    "missing weights": (without_weights, "without the weights 'model.layers.1.self_attn.k_proj.weight', expected all"),
+    "scales of weights": (
+        with_scales_of_weights,
+        "quantized weights, whose scales 'model.layers.1.self_attn.k_proj.weight_scale' transformers does not read",
+    ),
+    "no head for predictions": (without_a_head, "without the weights 'lm_head.weight', expected all"),
     "other tokens": (with_few_tokens, "expected tokens below 90, the model's vocabulary"),
     "pickles": (with_pickles_only, "model: got '"),
     "remote code": (with_code_of_its_own, "model: got '"),
@@ -540,13 +580,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no token left": (passed("--length", "1"), "length: got 1, expected more than the tokenizer's 1 special token"),
     "a device": (passed("--device", "nonsense"), "device: got 'nonsense': "),
     "per head": (passed("--per-head"), "per_head: got True, expected False"),
+    "per head of a choice": (
+        passed("--choose", "nvfp4,int8_per_token_head", "--bits", "9", "--per-head"),
+        "per_head: got True, expected False",
+    ),
     "a choice without bits": (passed("--choose", "fp8"), "--choose, --bits: got one of them, expected both or none"),
     "bits without a choice": (passed("--bits", "5"), "--choose, --bits: got one of them, expected both or none"),
     "what to choose by without a choice": (passed("--choose-by", "attention"), "--choose-by: got it without --choose"),
     "one token twice": (passed("--length", "2", "--twice"), "more than the tokenizer's 1 special token and one, twice"),
     "too few bits of a divergence": (
         passed("--choose", "fp8,nvfp4", "--bits", "4", "--choose-by", "divergence"),
-        "bits: got 128 bytes per token, expected at least",
+        "bits: got 4, expected at least 4.50, of the smallest dtypes",
     ),
     "rotated keys without a choice": (passed("--key-rotation"), "--key-rotation: got it without --choose, expected"),
     "a dtype beside a choice": (
@@ -555,7 +599,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "too few bits": (
         passed("--choose", "fp8,nvfp4", "--bits", "4"),
-        "bits: got 128 bytes per token, expected at least",
+        "bits: got 4, expected at least 4.50, of the smallest dtypes",
     ),
 }
 
@@ -595,9 +639,52 @@ def test_a_file_is_replaced_only_if_asked_and_only_by_a_whole_one(models, text, 
     assert len(load(out, models["llama"], "nvfp4")) == 2
 
 
+def test_a_head_is_needed_for_predictions_alone(models, text, out, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(models["llama"], model)
+    without_a_head(model, text)
+    assert calibrate(model, text, out, "--samples", "1") == 0
+
+
+def test_what_was_computed_is_kept_where_the_path_was_taken_meanwhile(models, text, out, capsys, monkeypatch):
+    def calibrate_model(*args: Any) -> Any:
+        out.write_text("mine")
+        return calibrate_model_of(*args)
+
+    from kvjax_torch.transformers import calibrate as of_models
+
+    calibrate_model_of = of_models.calibrate_model
+    monkeypatch.setattr(of_models, "calibrate_model", calibrate_model)
+    assert calibrate(models["llama"], text, out, "--samples", "1") == 2
+    assert out.read_text() == "mine"
+    [kept] = [file for file in out.parent.iterdir() if file != out]
+    assert f"which exists, expected a new file, or --force; what was computed is in {str(kept)!r}" in (
+        capsys.readouterr().err
+    )
+    assert len(load(kept, models["llama"], "nvfp4")) == 2
+
+
+def test_a_choice_without_nvfp4_may_have_head_sizes_that_nvfp4_does_not_store(text, out, tmp_path):
+    config = configuration("llama")
+    config.head_dim = 24
+    save_model(tmp_path / "model", config)
+    choice = "--choose", "fp8,int8_per_token_head", "--bits", "10", "--samples", "1"
+    assert calibrate(tmp_path / "model", text, out, *choice) == 0
+
+
+def test_scales_of_heads_are_ignored_where_no_chosen_dtype_takes_them(models, text, out, capsys):
+    choice = "--choose", "fp8,nvfp4", "--bits", "4.5", "--per-head", "--samples", "1"
+    assert calibrate(models["llama"], text, out, *choice) == 0
+    assert "per_head: got True, but no layer's chosen dtype takes a scale per KV head" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("missing/scales", "No such file or directory"), (".", "expected the path of a file"), ("", "expected the path")],
+    [
+        ("missing/scales", "--output: got 'missing/scales', expected a file in a folder that can be written: No such"),
+        (".", "expected the path of a file"),
+        ("", "expected the path"),
+    ],
 )
 def test_an_output_that_cannot_be_written_is_refused_at_once(text, out, capsys, name, message, monkeypatch):
     monkeypatch.chdir(out.parent)

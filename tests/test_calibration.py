@@ -255,6 +255,8 @@ def test_infinity_is_refused_by_its_layer(method: str, layer: int):
     message = f"samples: got infinite values of layer {layer}, expected finite values"
     with pytest.raises(KVCacheValueError, match=message):
         calibrate(SPECS, [sample], method=method)
+    with pytest.raises(KVCacheValueError, match=f"infinite values of layer {layer + 6}, expected"):
+        calibrate(SPECS, [sample], method=method, layer_indices=[6, 7, 8, 9])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "fp8_ds_mla", "nvfp4"])
@@ -326,6 +328,7 @@ def test_operations_accept_the_scales_that_calibration_finds():
     ("change", "message"),
     [
         ({"method": "max"}, "method: got 'max', expected one of amax, percentile, mse"),
+        ({"layer_indices": [3]}, "layer_indices: got 1, expected 4, one for each spec"),
         ({"percentile": 0}, "percentile: got 0, expected above 0 and at most 100"),
         ({"percentile": float("nan")}, "percentile: got nan, expected above 0"),
         (

@@ -315,7 +315,12 @@ NVFP4_CACHE = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
 
 @pytest.mark.parametrize(
     ("in_config", "beside", "dtype"),
-    [({}, None, "bfloat16"), ({}, FP8_CACHE, "fp8_e4m3"), ({"quantization_config": NVFP4_CACHE}, FP8_CACHE, "nvfp4")],
+    [
+        ({}, None, "bfloat16"),
+        ({}, FP8_CACHE, "fp8_e4m3"),
+        ({"quantization_config": {}}, FP8_CACHE, "fp8_e4m3"),
+        ({"quantization_config": NVFP4_CACHE}, FP8_CACHE, "nvfp4"),
+    ],
 )
 def test_a_folder_may_declare_quantization_beside(plan: Plan, tmp_path: Path, in_config, beside, dtype):
     config = json.loads(Path(LLAMA).read_text()) | in_config
@@ -343,6 +348,16 @@ def folder_with_scales(folder: Path, names: list[str], algorithm: str = "FP8") -
     tensors = {f"model.layers.{name}": np.float32(0.25) for name in names}
     save_file({name: np.asarray(scale) for name, scale in tensors.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+def test_a_folder_with_scales_of_kvjax_calibrate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What they were divided by is read from a single file alone."""
+    config = folder_with_scales(tmp_path, [])
+    scale = {"model.layers.0.self_attn.attn.k_scale": np.float32([0.25])}
+    save_file(scale, tmp_path / "scales.safetensors", {"kvjax_amax_divisor": "448"})
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", config])
+    assert "checkpoint: got a folder with scales of kvjax calibrate, expected the file" in capsys.readouterr().err
 
 
 MODELOPT = ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"]

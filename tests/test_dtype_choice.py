@@ -97,6 +97,10 @@ def test_the_layer_that_needs_more_bits_gets_them():
 def test_keys_are_indices_of_the_model_where_some_layers_have_no_cache():
     model = kvjax.ModelKVConfig(LAYERS, "float32", layer_indices=(1, 4, 5), num_hidden_layers=7)
     assert [*choose_layer_dtypes(model, [sequence()], ["fp8"], bits=8).dtypes] == [1, 4, 5]
+    samples = sequence()
+    samples[1][1][:] = np.inf
+    with pytest.raises(KVCacheValueError, match="infinite keys of layer 4"):
+        choose_layer_dtypes(model, [samples], ["fp8"], bits=8)
 
 
 def test_budgets_in_bits_and_in_bytes_are_the_same():
@@ -196,7 +200,7 @@ def test_measured_errors_may_choose_the_dtypes():
         (
             {"bits": 4.4, "error_of": None, "samples": []},
             KVCacheValueError,
-            "bits: got 132 bytes per token, expected at",
+            "bits: got 4.4, expected at least 4.50, of",
         ),
     ],
 )
@@ -222,7 +226,7 @@ def test_of_equal_errors_the_fewest_bytes_are_chosen():
         ({"bytes_per_token": 9}, "bits, bytes_per_token: got 8 and 9, expected one of them"),
         ({"dtypes": []}, "dtypes: got none, expected at least one"),
         ({"dtypes": ["fp9"]}, "kv_cache_dtype: got 'fp9'"),
-        ({"bits": 4.4}, "bits: got 132 bytes per token, expected at least 135, of the smallest dtypes"),
+        ({"bits": 4.4}, "bits: got 4.4, expected at least 4.50, of the smallest dtypes"),
         ({"samples": []}, "samples: got no batch"),
         ({"samples": [sequence()[:2]]}, r"samples\[0\]: got 2 layers, expected 3"),
         ({"samples": [[layer[1:] for layer in sequence()]]}, r"samples\[0\], layer 0: got 2 arrays, expected query"),

@@ -164,6 +164,8 @@ def test_a_files_own_divisor_holds_unless_another_is_given(tmp_path: Path):
         k_scale, v_scale = load_kv_scales(path, MODEL, dtype)[0]
         assert (k_scale, v_scale) == (np.float32(0.25) * np.float32(2688 / largest), 2 * k_scale)
     assert load_kv_scales(path, MODEL, "fp8", amax_divisor=448)[0] == (0.25, 0.5)
+    with pytest.raises(KVCacheValueError, match=r"^checkpoint: got a folder with scales of kvjax calibrate, expected"):
+        load_kv_scales(tmp_path, MODEL, "fp8")  # would not know the divisor
     for wrong in ("", "many", "0", "-1", "nan", "inf", "1e-300"):
         save_file(scales, path, metadata={"kvjax_amax_divisor": wrong})
         with pytest.raises(KVCacheValueError, match=rf"^kvjax_amax_divisor of '{path}': got "):
@@ -177,7 +179,7 @@ def test_scales_of_rotated_keys_are_loaded_for_the_layers_that_rotate_them(tmp_p
     assert load_key_rotation(path) == (0,)
     assert load_kv_scales(path, MODEL, "fp8", key_rotation=[0])[0] == (0.25, 0.5)
     for layers in ((), (0,)):
-        with pytest.raises(KVCacheValueError, match=r"^checkpoint: got a folder with scales of rotated keys of layers"):
+        with pytest.raises(KVCacheValueError, match=r"^checkpoint: got a folder with scales of kvjax calibrate"):
             load_kv_scales(tmp_path, MODEL, "fp8", key_rotation=layers)
     for wrong_layers in ([[0]], [False], [0.5]):
         with pytest.raises((KVCacheTypeError, KVCacheValueError), match=r"^key_rotation: got "):

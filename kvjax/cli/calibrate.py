@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import secrets
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +17,9 @@ import numpy as np
 
 import kvjax
 from kvjax.cli.arguments import argument_of, at_least, percentage
+from kvjax.dtype_choice import bits_in_words
 from kvjax.dtypes import parse_model_dtype
-from kvjax.scales import AMAX_DIVISOR, KEY_ROTATION
+from kvjax.scales import AMAX_DIVISOR, KEY_ROTATION, MADE_FOR
 from kvjax.table import markdown_table
 
 if TYPE_CHECKING:
@@ -163,7 +165,9 @@ def run(args: argparse.Namespace) -> int:
         f" {found.num_samples:,} samples of {found.length:,} tokens; read it with kvjax.load_kv_scales"
     )
     if found.choice:
-        print(f"{found.choice.bits:.2f} bits of an element, {found.choice.bytes_per_token:,} bytes of a token")
+        print(
+            f"{bits_in_words(found.choice.bits)} bits of an element, {found.choice.bytes_per_token:,} bytes of a token"
+        )
         if rotated := found.choice.key_rotation:
             print(f"rotate queries and keys: key_rotation={list(rotated)}")
     return 0
@@ -221,7 +225,7 @@ def _metadata(args: argparse.Namespace, found: Calibration) -> dict[str, str]:
         **({KEY_ROTATION: ",".join(map(str, rotated))} if rotated else {}),
         "kvjax_version": kvjax.__version__,
         AMAX_DIVISOR: f"{_divisor(found.layers):g}",
-        "kv_cache_dtype": _requested(found),
+        MADE_FOR: _requested(found),
         "model": args.model,
         "method": args.method,
         **({"choose_by": args.choose_by or kvjax.ErrorMeasure.ATTENTION.value} if args.choose else {}),
@@ -261,20 +265,30 @@ def _in_words(scale: np.ndarray | np.float32) -> str:
 def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
     """Opens a file that appears whole under `path` at the end, or, after an error, not at all.
 
-    It is opened before anything is computed, so that a folder that cannot be written costs no time.
+    It is opened before anything is computed, so that a folder that cannot be written costs no time. If something else
+    has taken the path meanwhile, the file stays beside it.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp") if path.name else path
     _check_output(path, replace)
-    with temporary.open("xb") as file:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        file = temporary.open("xb")
+    except OSError as error:
+        raise kvjax.KVCacheValueError(
+            f"--output: got {str(path)!r}, expected a file in a folder that can be written: {error.strerror}"
+        ) from error
+    with file:
         try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            _check_output(path, replace)
-            os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
             raise
+    try:
+        _check_output(path, replace)
+    except kvjax.KVCacheValueError as error:
+        raise kvjax.KVCacheValueError(f"{error}; what was computed is in {str(temporary)!r}") from None
+    os.replace(temporary, path)
 
 
 def _check_output(path: Path, replace: bool) -> None:

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.cli.arguments import argument_of, at_least, kv_cache_dtypes, memory
 from kvjax.cli.memory_plan import Layer, MemoryPlan, WindowPlan
 from kvjax.dtypes import parse_model_dtype
-from kvjax.scales import LayerScales, read_layer_scales
+from kvjax.scales import LayerScales, check_folder, read_layer_scales
 from kvjax.tensor_files import has_tensors, open_tensors
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> MemoryPl
 def _model(args: argparse.Namespace) -> kvjax.ModelKVConfig:
     config, hf_quant_config, _ = args.config
     model = kvjax.ModelKVConfig.from_hf_config(config, model_dtype=args.model_dtype)
-    if model.quantization_config is None:
+    if not model.quantization_config:
         return dataclasses.replace(model, quantization_config=hf_quant_config)
     return model
 
@@ -189,6 +189,7 @@ def _scales(args: argparse.Namespace, model: kvjax.ModelKVConfig) -> tuple[Layer
     _, _, folder = args.config
     if folder is None or not has_tensors(folder):
         return None
+    check_folder(folder)
     return read_layer_scales(open_tensors(folder), model, args.kv_cache_dtype, skip_layers=args.skip_layers)
 
 

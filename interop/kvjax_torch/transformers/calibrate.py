@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvjax
 from kvjax import (
+    AttentionSpec,
     CalibrationMethod,
     DTypeChoice,
+    ErrorMeasure,
     KVCacheDType,
     KVCacheMemoryError,
     KVCacheValueError,
+    KVCacheWarning,
     KVScales,
     ModelKVConfig,
     UnsupportedError,
@@ -66,6 +70,11 @@ class Options:
     num_samples: int | None = None
     device: str | None = None
     model_dtype: str | None = None
+
+    @property
+    def dtypes(self) -> tuple[KVCacheDType, ...]:
+        """Those that a layer may get."""
+        return (self.dtype,) if self.allowed is None else self.allowed.dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +125,9 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
       options: what to calibrate.
 
     Raises:
-      KVCacheValueError: a model that transformers cannot load, or of which kvjax cannot read the cache; a text that is
-        empty, too short, or not UTF-8; a sample longer than the model takes; keys or values that are not finite; as
+      KVCacheValueError: a model that transformers cannot load, or not all weights of it, or of which kvjax cannot read
+        the cache; a text that is empty, too short, or not UTF-8; a sample longer than the model takes; keys or values
+        that are not finite; as
         `kvjax.calibrate` and `kvjax.choose_layer_dtypes`; for a choice, a model whose attention does not take
         transformers' interface.
       UnsupportedError: a choice for a model of multi-head latent attention.
@@ -129,22 +139,25 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     with _errors_of("model", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     stated = ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=options.model_dtype)
-    specs = kvjax.resolve_layer_specs(stated, options.dtype)
+    specs = kvjax.resolve_layer_specs(stated, options.dtypes[0])
     if any(spec.is_mla for spec in specs):
         _check_for_latents(options)
+    if options.per_head and not any(part.info.takes_head_scales for dtype in options.dtypes for part in dtype.parts):
+        raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     choice: DTypeChoice | None = None
     length = _length(options.length, config.get_text_config(decoder=True))
     with _errors_of("model", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     samples = _samples(tokenizer, text, length, options)
     try:
-        model = _load(name, options.model_dtype, device)
+        model = _load(name, options, device)
         _check_vocabulary(model, samples)
         first_counted = (len(samples[0]) + 1) // 2 if options.twice else 0
         recorder = Recorder(model, stated.layer_indices, specs, samples, first_counted)
         if options.allowed is not None:
             choice = choosing.choose(recorder, stated, options.allowed)
             recorder = dataclasses.replace(recorder, specs=kvjax.resolve_layer_specs(stated, choice.dtypes))
+            options = _with_heads_if_any(options, recorder.specs)
         layers = _calibrate(recorder, options, choice.key_rotation if choice else ())
     except torch.OutOfMemoryError as error:
         raise KVCacheMemoryError(
@@ -169,7 +182,12 @@ def _calibrate(
 
     with tqdm(total=passes * len(recorder.samples), unit=" samples", disable=None, leave=False) as bar:
         scales = kvjax.calibrate(
-            specs, batches, method=options.method, percentile=options.percentile, per_head=options.per_head
+            specs,
+            batches,
+            method=options.method,
+            percentile=options.percentile,
+            per_head=options.per_head,
+            layer_indices=indices,
         )
     return tuple(
         CalibratedLayer(index, spec.dtype, spec.sliding_window, k_amax, v_amax, of_layer, spec.is_mla)
@@ -177,12 +195,54 @@ def _calibrate(
     )
 
 
-def _load(name: str, dtype: str | None, device: torch.device) -> Any:
+def _with_heads_if_any(options: Options, specs: Sequence[AttentionSpec]) -> Options:
+    """The options without `per_head` if no layer's chosen dtype takes a scale of each KV head."""
+    if not options.per_head or any(part.info.takes_head_scales for spec in specs for part in spec.parts):
+        return options
+    warnings.warn(
+        "per_head: got True, but no layer's chosen dtype takes a scale per KV head; ignored",
+        KVCacheWarning,
+        stacklevel=2,
+    )
+    return dataclasses.replace(options, per_head=False)
+
+
+def _load(name: str, options: Options, device: torch.device) -> Any:
     with _errors_of("model", name):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=options.model_dtype or "auto",
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
+    model, found = loaded
+    _check_loaded(name, model, options, found)
+    with _errors_of("model", name):
         return model.to(device)
+
+
+def _check_loaded(name: str, model: Any, options: Options, found: Mapping[str, Any]) -> None:
+    """Refuses weights that transformers only warns of: random ones, and quantized ones without their scales."""
+    missing = {*found["missing_keys"]}
+    if options.allowed is None or options.allowed.by is not ErrorMeasure.DIVERGENCE:  # predictions are not read
+        head = model.get_output_embeddings()
+        missing -= {key for key, parameter in model.named_parameters() if head and parameter is head.weight}
+    if missing:
+        raise KVCacheValueError(
+            f"model: got {name!r} without the weights {_some(missing)}, expected all that transformers'"
+            f" {type(model).__name__} has"
+        )
+    if scales := [key for key in found["unexpected_keys"] if re.search(r"(^|\.)weight_scale(_inv|_2)?$", key)]:
+        raise KVCacheValueError(
+            f"model: got {name!r} with quantized weights, whose scales {_some(scales)} transformers does not read;"
+            " expected weights in 16 or 32 bits, or of a quantization that transformers loads"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *rest = sorted(names)
+    return repr(first) + (f" and {len(rest):,} more" if rest else "")
 
 
 def _device(device: str | None) -> torch.device:

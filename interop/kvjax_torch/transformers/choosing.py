@@ -86,7 +86,9 @@ def _divergences(recorder: Recorder, stated: ModelKVConfig, allowed: Allowed) ->
         specs = kvjax.resolve_layer_specs(stated, dtype)
         indices = [*stated.layer_indices]
         batches = (states for states, _ in recorder.stored(indices if rotates else ()))
-        for index, spec, scales in zip(indices, specs, kvjax.calibrate(specs, batches), strict=True):
+        for index, spec, scales in zip(
+            indices, specs, kvjax.calibrate(specs, batches, layer_indices=indices), strict=True
+        ):
             stores[index, spec.dtype, rotates] = StoredLayer(spec, scales, rotates)
     sums = dict.fromkeys(stores, 0.0)
     config, model = recorder.model.config, recorder.model
