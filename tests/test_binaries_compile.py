@@ -403,6 +403,9 @@ def test_processes_that_nothing_needs_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "1")
     workers.start_ahead()
     [worker] = workers._waiting
+    if not (child := os.fork()):
+        os._exit(len(workers._waiting) + len(workers._live))
+    assert os.waitpid(child, 0)[1] == 0  # they are not those of a forked process
     workers.compile_all([], H200)
     assert worker._process.poll() is not None
     assert not workers._live

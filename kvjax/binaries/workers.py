@@ -41,6 +41,10 @@ _live: set[_Worker] = set()
 _waiting: list[_Worker] = []
 """Those of the live ones that `start_ahead` started and nobody has taken."""
 
+# A forked process must not write to its parent's pipes.
+os.register_at_fork(after_in_child=_live.clear)
+os.register_at_fork(after_in_child=_waiting.clear)
+
 
 class _WorkerError(Exception):
     """A process did not compile a kernel."""
