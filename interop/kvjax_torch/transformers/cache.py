@@ -80,7 +80,7 @@ class KvjaxCache(Cache):
       skip_layers: layers that keep the model dtype, likewise.
       k_scale: decode scale of the keys: a number or a tensor for every layer, or a list with one or None for each. By
         default 1 for fp8; NVFP4 takes `16 * amax / (6 * 448)`, where `amax` is the largest magnitude that the layer
-        stores while it is empty, so that nothing is clipped until a token is 16 times larger than that.
+        stores while it is empty or holds zeros alone, so that nothing is clipped until a token is 16 times larger.
       v_scale: the same for the values.
       block_size: tokens in a block.
       layout: order of a block's inner dimensions, `"NHD"` or `"HND"`.

@@ -9,7 +9,7 @@ import torch
 from kvjax import KVCacheValueError, MLAAttentionSpec
 from kvjax_torch.mla import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from kvjax_torch.transformers.block_table import AppendStep
-from kvjax_torch.transformers.layer import NAME, KvjaxLayer, attends_to_pages, default_scale
+from kvjax_torch.transformers.layer import NAME, KvjaxLayer, attends_to_pages
 
 
 class LatentLayer(KvjaxLayer):
@@ -49,10 +49,7 @@ class LatentLayer(KvjaxLayer):
                 )
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
-        if self.num_tokens == 0:
-            given, device = self._given_scales[0], key_states.device
-            self.k_scale = default_scale(key_states, self.spec.parts[0]) if given is None else given.to(device)
-            self.v_scale = torch.ones((), dtype=torch.float32, device=device)
+        self._set_scales(key_states, value_states, step)
         latents, rope_keys = (states[:, 0].flatten(0, 1) for states in (key_states, value_states))
         concat_and_cache_mla(
             latents, rope_keys, self.kv, step.slot_mapping, self.spec.dtype, self.k_scale, unique_slots=True

@@ -97,7 +97,8 @@ class KvjaxLayer(CacheLayerMixin):
       kv: the pages, allocated with the first tokens. They have the shape, element type and bytes of the array in a
         `kvjax.KVCache` of this spec, which is therefore
         `KVCache(to_jax(layer.kv), layer.spec, k_scale=to_jax(layer.k_scale), v_scale=to_jax(layer.v_scale))`.
-      k_scale: decode scale of the keys, a float32 tensor, set with the first tokens.
+      k_scale: decode scale of the keys, a float32 tensor, set with the first tokens; a default one for NVFP4 with the
+        first that are not all zeros, and 1 before.
       v_scale: the same for the values.
     """
 
@@ -127,6 +128,7 @@ class KvjaxLayer(CacheLayerMixin):
         self.block_table = steps.tables[index]
         self._index, self._steps = index, steps
         self._given_scales, self._key_rotation = scales, key_rotation
+        self._open_scales: set[str] = set()
         self._config = config
         self._model_dtype = model_dtype
 
@@ -268,15 +270,26 @@ class KvjaxLayer(CacheLayerMixin):
         """Checks the first keys and values, and takes the number of heads from them."""
         self.spec = _as_stored(self.spec, key_states, value_states)
 
+    def _set_scales(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
+        """Sets the scales with the first tokens that determine them: zeros are stored alike under any scale."""
+        names = "k_scale", "v_scale"
+        if self.num_tokens == 0:
+            self._open_scales = set(names)
+        if not self._open_scales:
+            return
+        stored = _by_token(key_states, value_states, step.stored)
+        for name, given, states, part in zip(names, self._given_scales, stored, self.spec.parts, strict=True):
+            if name in self._open_scales:
+                scale = default_scale(states, part) if given is None else given.to(states.device)
+                if scale is None:
+                    scale = torch.ones((), dtype=torch.float32, device=states.device)
+                else:
+                    self._open_scales.remove(name)
+                setattr(self, name, scale)
+
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""
-        if self.num_tokens == 0:
-            self.k_scale, self.v_scale = (
-                default_scale(states, part) if given is None else given.to(states.device)
-                for given, states, part in zip(
-                    self._given_scales, (key_states, value_states), self.spec.dtype.parts, strict=True
-                )
-            )
+        self._set_scales(key_states, value_states, step)
         reshape_and_cache_flash(
             *_by_token(key_states, value_states),
             slot_mapping=step.slot_mapping,
@@ -378,15 +391,22 @@ def _as_stored(spec: AttentionSpec, key_states: torch.Tensor, value_states: torc
     return dataclasses.replace(spec, num_kv_heads=num_heads)
 
 
-def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor:
+def default_scale(states: torch.Tensor, dtype: KVCacheDType) -> torch.Tensor | None:
     """The default decode scale of a layer in `KvjaxCache`: a float32 scalar on the device of `states`.
 
+    For NVFP4 the host waits for the states.
+
     Args:
-      states: the first keys, or the first values, of the layer.
+      states: the first keys, or the first values, that the layer stores.
       dtype: the dtype that they are stored in.
+
+    Returns:
+      None if all of them are zeros, which determine no scale.
     """
     if dtype.info.elements_per_scale is None:
         return torch.ones((), dtype=torch.float32, device=states.device)
+    if not states.any():
+        return None
     scale = states.abs().amax().float() * (NVFP4_HEADROOM / dtype.info.max)
-    # Zeros, infinities and NaN determine no scale.
+    # Infinities and NaN determine no scale either, and leave none to later tokens.
     return torch.where(scale.isfinite() & (scale > 0), scale, 1.0).clamp(MIN_SCALE, MAX_SCALE)
