@@ -106,6 +106,36 @@ def test_a_step_that_stops_in_mid_model_is_taken_back_before_the_next(
         assert torch.equal(torch.cat([logits(model, cache, part) for part in ids.split(6, dim=1)], dim=1), expected)
 
 
+@pytest.mark.parametrize("attention", ["eager", "kvjax"])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}], ids=["whole", "chunks"])
+def test_a_prompt_that_stopped_halfway_is_not_generated_from_again(
+    attention: str, padding: int, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Neither the mask, which fits no more, nor an empty chunk is what the error speaks of."""
+    model, ids = model_with("cpu", attention), text("cpu", 8)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    cache = make_cache(model)
+    prompt = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 2, **taking(cache)}
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("for the test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].self_attn, "forward", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="for the test"):
+            model.generate(**prompt)
+    message = rf"^{CACHE_ARGUMENT}: got layers of 0 to 8 tokens, .* cache\.crop\(-8\) removes its tokens"
+    with pytest.raises(KVCacheValueError, match=message):
+        model.generate(**prompt, **options)
+    if attention == "kvjax":
+        with pytest.raises(KVCacheValueError, match=message):
+            logits(model, cache, ids, mask)
+    cache.crop(-8)
+    assert model.generate(**prompt, **options).shape == (2, 10)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 def test_autocast_leaves_keys_and_values_in_the_model_dtype(device: str, dtype: str):
     model = model_with(device, "sdpa")

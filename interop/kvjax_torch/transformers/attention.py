@@ -148,6 +148,7 @@ def kvjax_attention(
     layer, num_new = key.layer, key.keys.shape[2]
     if query.shape[2] != num_new:
         raise KVCacheValueError(f"query: got {query.shape[2]} tokens, expected the {num_new} of the keys")
+    layer.check_whole()  # else the mask would be too short for tokens of a step that stopped halfway
     is_token = _as_padding(attention_mask, len(query), layer.num_tokens + num_new)
     sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
     softmax = SoftmaxOptions(scaling, _window(layer, others), softcap, sinks)

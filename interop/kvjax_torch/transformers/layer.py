@@ -258,6 +258,14 @@ class KvjaxLayer(CacheLayerMixin):
         self._steps.leave(self._index, num_new)
         return out
 
+    def check_whole(self) -> None:
+        """Checks that no step stopped halfway, before a step's mask is made or read.
+
+        Raises:
+          KVCacheValueError: as `update`, for layers of different lengths.
+        """
+        self._steps.check_whole(self._index)
+
     def _in_model_dtype(self, states: torch.Tensor) -> torch.Tensor:
         """`states`, which autocast leaves in a dtype that depends on the operations before."""
         return states.to(self._model_dtype) if torch.is_autocast_enabled(states.device.type) else states
@@ -320,7 +328,12 @@ class KvjaxLayer(CacheLayerMixin):
         return split_kv_cache(self.kv, self.spec)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys that the next `query_length` queries see, and the position of the first."""
+        """The number of keys that the next `query_length` queries see, and the position of the first.
+
+        Raises:
+          KVCacheValueError: as `check_whole`.
+        """
+        self.check_whole()
         return self.num_tokens + query_length, 0
 
     def get_seq_length(self) -> int:

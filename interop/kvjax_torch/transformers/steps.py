@@ -75,6 +75,8 @@ class Steps:
         """
         shape = num_seqs, self.lengths[layer], num_new
         if layer in self._joined or shape != self._shape or not self._is_padded_so(is_token):
+            self._end()
+            self.check_whole(layer)
             self._begin(shape, is_token, free_passed)
         self._joined.add(layer)
         table = self.tables[layer]
@@ -89,6 +91,21 @@ class Steps:
     def leave(self, layer: int, num_new: int) -> None:
         """Says that a layer has stored the `num_new` tokens of the step that it joined, and attended to them."""
         self.lengths[layer] += num_new
+
+    def check_whole(self, layer: int) -> None:
+        """Checks that no step stopped halfway, if what a layer does next is part of another step.
+
+        Raises:
+          KVCacheValueError: layers have different lengths, and this one has taken part in the last step.
+        """
+        if layer not in self._joined and self._shape is not None:
+            return
+        shortest, longest = min(self.lengths), max(self.lengths)
+        if shortest != longest:
+            raise KVCacheValueError(
+                f"{self._name}: got layers of {shortest} to {longest} tokens, expected equally long ones: a step"
+                f" stopped halfway; cache.crop({shortest - self.lengths[0]}) removes its tokens, cache.reset() all"
+            )
 
     def keep(self, num_tokens: int) -> None:
         """Keeps the first `num_tokens` positions of every sequence.
@@ -121,13 +138,6 @@ class Steps:
             recent.replace(copied)
 
     def _begin(self, shape: tuple[int, int, int], is_token: np.ndarray | None, free_passed: bool) -> None:
-        self._end()
-        shortest, longest = min(self.lengths), max(self.lengths)
-        if shortest != longest:
-            raise KVCacheValueError(
-                f"{self._name}: got layers of {shortest} to {longest} tokens, expected equally long ones: a step"
-                f" stopped halfway; cache.crop({shortest - self.lengths[0]}) removes its tokens, cache.reset() all"
-            )
         num_seqs, start, num_new = shape
         self._steps = {
             (table, ON_HOST): table.grow(num_seqs, start, start + num_new, is_token=is_token, free_passed=free_passed)
