@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import unittest.mock
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +14,18 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from kvjax import KVCacheValueError  # noqa: E402
-from kvjax_torch.transformers.block_table import BlockTable  # noqa: E402
+from kvjax import KVCacheValueError, OutOfBlocksError  # noqa: E402
+from kvjax_torch.transformers.block_table import AppendStep, BlockTable  # noqa: E402
 
 
 def make_copies(table: BlockTable, slots: torch.Tensor) -> None:
     copy_from, copy_to = torch.from_numpy(table.copies).long().T
     slots[copy_to] = slots[copy_from]
     table.copied()
+
+
+def grow(table: BlockTable, num_seqs: int, start: int, end: int, **options: Any) -> AppendStep:
+    return table.grow(table.plan(num_seqs, start, end, **options))
 
 
 class Pool:
@@ -30,7 +39,7 @@ class Pool:
 
     def grow(self, num_seqs: int, num_new: int) -> None:
         length = self.sequences.shape[1]
-        step = self.table.grow(num_seqs, length, length + num_new)
+        step = grow(self.table, num_seqs, length, length + num_new)
         new = np.arange(self.written, self.written + num_seqs * num_new).reshape(num_seqs, num_new)
         self.written += new.size
         make_copies(self.table, self.slots)
@@ -101,11 +110,47 @@ def test_a_step_that_does_not_fit_changes_nothing():
     pool.grow(1, 12)  # all five blocks
 
 
+@given(
+    num_blocks=st.integers(2, 12), block_size=st.integers(1, 3), window=st.none() | st.integers(1, 5), data=st.data()
+)
+def test_a_plan_is_refused_if_the_pool_has_too_few_blocks_and_only_then(
+    num_blocks: int, block_size: int, window: int | None, data: st.DataObject
+):
+    """The pool itself counts blocks after it has freed what the window has passed."""
+    table, end = BlockTable(num_blocks, block_size, sliding_window=window), 0
+    num_seqs = data.draw(st.integers(1, 3))
+    is_token = np.empty((num_seqs, 0), np.bool_)
+    for _ in range(data.draw(st.integers(1, 8))):
+        if end and data.draw(st.booleans()):
+            chosen = np.array(data.draw(st.lists(st.integers(0, num_seqs - 1), min_size=1, max_size=4)))
+            table.select(chosen)
+            num_seqs, is_token = len(chosen), is_token[chosen]
+        num_new = data.draw(st.integers(1, 6))
+        bits = data.draw(st.lists(st.booleans(), min_size=num_seqs * num_new, max_size=num_seqs * num_new))
+        mask = np.concatenate([is_token, np.array(bits).reshape(num_seqs, num_new)], axis=1)
+        rows, free_passed = table.rows(), data.draw(st.booleans())
+        plan = functools.partial(table.plan, num_seqs, end, end + num_new, is_token=mask, free_passed=free_passed)
+        try:
+            growth = plan()
+        except KVCacheValueError as error:
+            np.testing.assert_array_equal(table.rows(), rows)
+            needed = int(re.search(r"expected at least (\d+)", str(error))[1])
+            with unittest.mock.patch.object(table, "_num_missing", return_value=0):
+                growth = plan()
+            with pytest.raises(OutOfBlocksError) as raised:
+                table.grow(growth)
+            assert needed == num_blocks + raised.value.num_needed - raised.value.num_free
+            return
+        table.grow(growth)
+        table.copied()
+        end, is_token = end + num_new, mask
+
+
 def test_another_number_of_sequences_is_refused():
     pool = Pool(num_blocks=9, block_size=4)
     pool.grow(2, 3)
     with pytest.raises(KVCacheValueError, match="key_states: got a batch of 3, expected 2, the sequences that the"):
-        pool.table.grow(3, 3, 4)
+        grow(pool.table, 3, 3, 4)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
@@ -131,7 +176,7 @@ class Padded:
             self.tokens, self.is_token = [[] for _ in is_new], np.empty((len(is_new), 0), np.bool_)
         before = [len(tokens) for tokens in self.tokens]
         self.is_token = np.concatenate([self.is_token, is_new], axis=1)
-        step = self.table.grow(len(is_new), start, end, is_token=self.is_token, free_passed=True)
+        step = grow(self.table, len(is_new), start, end, is_token=self.is_token, free_passed=True)
         new = np.arange(self.written, self.written + is_new.size).reshape(is_new.shape)
         self.written += is_new.size
         for tokens, row, shown in zip(self.tokens, new, is_new, strict=True):
@@ -179,12 +224,12 @@ def test_windows_see_their_tokens_whatever_is_padding(block_size: int, window: i
 def test_a_length_that_a_window_cannot_go_on_from_is_refused_and_nothing_is_cut():
     table = BlockTable(9, 2, sliding_window=3)
     for start in range(0, 12, 2):
-        table.grow(1, start, start + 2, free_passed=True)
+        grow(table, 1, start, start + 2, free_passed=True)
     assert table.num_used_blocks == 2
     for length in (1, 9):
         with pytest.raises(KVCacheValueError, match=rf"tokens_to_remove: got -{12 - length}, expected at most the tok"):
-            table.truncate(length)
-    assert table.grow(1, 12, 13, free_passed=True).seq_lens.tolist() == [13]
+            table.check_length(length, 12)
+    assert grow(table, 1, 12, 13, free_passed=True).seq_lens.tolist() == [13]
     table.truncate(0)
     assert table.num_used_blocks == 0
 
@@ -200,9 +245,9 @@ def test_a_length_that_a_window_cannot_go_on_from_is_refused_and_nothing_is_cut(
 )
 def test_changed_padding_is_refused(later: list[list[int]] | None, message: str):
     table, mask = BlockTable(9, 2), np.array([[0, 1, 1, 1], [1, 1, 1, 1]], np.bool_)
-    table.grow(2, 0, 4, is_token=mask)
+    grow(table, 2, 0, 4, is_token=mask)
     mask[:] = False  # the caller may reuse its memory
     assert table.has_padding
     with pytest.raises(KVCacheValueError, match=f"attention_mask: {message}"):
-        table.grow(2, 4, 5, is_token=None if later is None else np.array(later, np.bool_))
-    assert table.grow(2, 4, 5, is_token=np.array([[0, 1, 1, 1, 1], [1] * 5], np.bool_)).seq_lens.tolist() == [4, 5]
+        grow(table, 2, 4, 5, is_token=None if later is None else np.array(later, np.bool_))
+    assert grow(table, 2, 4, 5, is_token=np.array([[0, 1, 1, 1, 1], [1] * 5], np.bool_)).seq_lens.tolist() == [4, 5]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 from support.helpers import matrix
 
@@ -185,6 +186,37 @@ def test_a_crop_past_blocks_that_were_given_back_is_refused(device: str):
     torch.testing.assert_close(read(model, cache, more, None, [3]), longer, rtol=1e-5, atol=1e-5)
     cache.crop(-43)
     torch.testing.assert_close(read(model, cache, ids, None, [40]), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("few", ["num_blocks", "num_window_blocks"])
+def test_the_last_step_can_be_taken_back_after_one_that_had_no_blocks(device: str, few: str):
+    model, ids = over_pages(model_of("gemma3", device)), text_of(device, 1)
+    sizes = {"num_blocks": 9, "num_window_blocks": 20} if few == "num_blocks" else {"num_window_blocks": 4}
+    cache, whole = (make_cache(model, **options) for options in (sizes, {}))
+    expected = read(model, whole, ids, None, [40])
+    read(model, cache, ids[:, :36], None, [6] * 6)
+    tables = [table.rows() for table in cache.block_tables.values()]
+    with pytest.raises(KVCacheValueError, match=rf"^{few}: got {sizes[few]} blocks of 4 tokens, expected at least"):
+        read(model, cache, text_of(device, 1, 20), None, [20])
+    assert all(map(np.array_equal, tables, (table.rows() for table in cache.block_tables.values())))
+    cache.crop(-6)
+    torch.testing.assert_close(read(model, cache, ids[:, 30:36], None, [6]), expected[:, 30:36], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_a_refused_crop_names_the_number_that_it_got(device: str, num_padding: int, monkeypatch: pytest.MonkeyPatch):
+    """Though a step has failed since, whose tokens no layer has."""
+    model, ids = over_pages(model_of("gemma3", device)), text_of(device, 1)
+    mask = torch.ones_like(ids)
+    mask[:, 30 : 30 + num_padding] = 0
+    cache = make_cache(model)
+    read(model, cache, ids[:, :34], mask[:, :34], [20, 14])
+    with monkeypatch.context() as patch:
+        patch.delattr(transformers_layer.KvjaxLayer, "_store")
+        with pytest.raises(AttributeError, match="_store"), torch.no_grad():
+            model(ids[:, 34:], attention_mask=mask, **taking(cache))
+    with pytest.raises(KVCacheValueError, match=r"^tokens_to_remove: got -20, expected at most the tokens of the last"):
+        cache.crop(-20)
 
 
 def test_a_second_turn_and_a_copy_go_on_with_what_is_stored(device: str):

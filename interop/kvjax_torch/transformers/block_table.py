@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvjax import BlockPool, KVCacheValueError, OutOfBlocksError, PagedSequence
+from kvjax import BlockPool, KVCacheValueError, PagedSequence
 
 NO_BLOCK = -1
 NO_SLOT = -1
@@ -42,6 +42,24 @@ class AppendStep(NamedTuple):
         moved = self._asdict()
         moved.update((name, x.to(device, non_blocking=True)) for name, x in moved.items() if x is not None)
         return AppendStep(**moved)
+
+
+class Growth(NamedTuple):
+    """What `BlockTable.plan` returns for `BlockTable.grow`.
+
+    Attributes:
+      start: positions that each sequence keeps.
+      before: int64 `[num_seqs]`: tokens among them.
+      first_seen: int64 `[num_seqs]`: blocks whose tokens are all before this one are freed.
+      is_new: bool `[num_seqs, num_new]`: which of the new positions are tokens.
+      is_token: bool `[num_seqs, end]`: which of all positions are; `None` if all are.
+    """
+
+    start: int
+    before: np.ndarray
+    first_seen: np.ndarray
+    is_new: np.ndarray
+    is_token: np.ndarray | None
 
 
 class BlockTable:
@@ -112,12 +130,10 @@ class BlockTable:
             row[: len(of_sequence)] = of_sequence
         return rows
 
-    def grow(
+    def plan(
         self, num_seqs: int, start: int, end: int, *, is_token: np.ndarray | None = None, free_passed: bool = False
-    ) -> AppendStep:
-        """Allocates blocks for the positions from `start` to `end` of every sequence.
-
-        Layers make the `copies` before anything is written or grown again.
+    ) -> Growth:
+        """Plans to allocate blocks for the positions from `start` to `end` of every sequence; nothing changes yet.
 
         Args:
           num_seqs: the number of sequences; it may change only where `start` is 0.
@@ -126,37 +142,50 @@ class BlockTable:
           is_token: bool `[num_seqs, end]`: False for padding; `None` where there is none.
           free_passed: whether to free first the blocks that the window has passed at position `start`.
 
-        Returns:
-          The step, on the host.
-
         Raises:
           KVCacheValueError: another number of sequences, padding before `start` that differs from before, or too few
-            free blocks; each sequence then holds its first `start` positions.
+            blocks.
         """
-        if not start:
-            self._replace(self._pool.sequence() for _ in range(num_seqs))
-        elif num_seqs != self.num_seqs:
+        if start and num_seqs != self.num_seqs:
             raise KVCacheValueError(
                 f"key_states: got a batch of {num_seqs}, expected {self.num_seqs}, the sequences that the cache holds"
             )
-        self.truncate(start)
         if is_token is not None and is_token.all():
             is_token = None
-        self._check_padding(start, is_token)
-        before = np.array([sequence.num_tokens for sequence in self._sequences], np.int64)
+        if start:
+            self._check_padding(start, is_token)
+        before = np.array(self._num_tokens(start) if start else [0] * num_seqs, np.int64)
         is_new = np.ones((num_seqs, end - start), np.bool_) if is_token is None else is_token[:, start:]
-        added = is_new.sum(axis=1)
+        first_seen = np.zeros_like(before)
         if free_passed and self._window is not None:
-            for sequence in self._sequences:
-                sequence.free_before(sequence.num_tokens - self._window + 1)
-        try:
-            self._copies = self._pool.append(self._sequences, added.tolist())
-        except OutOfBlocksError as error:
+            first_seen = np.maximum(before - self._window + 1, 0)
+        growth = Growth(start, before, first_seen, is_new, None if is_token is None else is_token.copy())
+        num_missing = self._num_missing(growth)
+        if num_missing > 0:
             raise KVCacheValueError(
                 f"{self._option}: got {self.num_blocks} blocks of {self.block_size} tokens, expected at least"
-                f" {self.num_blocks - error.num_free + error.num_needed} to hold {num_seqs} sequences of {end} tokens"
-            ) from error
-        self._is_token = None if is_token is None else is_token.copy()  # a caller may reuse the mask's memory
+                f" {self.num_blocks + num_missing} to hold {num_seqs} sequences of {end} tokens"
+            )
+        return growth
+
+    def grow(self, growth: Growth) -> AppendStep:
+        """Allocates the blocks of what `plan` has returned; nothing may have changed since.
+
+        Layers make the `copies` before anything is written or grown again.
+
+        Returns:
+          The step, on the host.
+        """
+        start, before, first_seen, is_new, is_token = growth
+        if not start:
+            self._replace(self._pool.sequence() for _ in before)
+        self.truncate(start)
+        if first_seen.any():
+            for sequence, position in zip(self._sequences, first_seen.tolist(), strict=True):
+                sequence.free_before(position)
+        added = is_new.sum(axis=1)
+        self._copies = self._pool.append(self._sequences, added.tolist())
+        self._is_token = is_token
         block_table = self.rows()
         cu_q_lens = np.concatenate([[0], np.cumsum(added)])
         return AppendStep(
@@ -168,19 +197,14 @@ class BlockTable:
         )
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` positions of every sequence and frees the blocks after them.
-
-        Raises:
-          KVCacheValueError: as `check_length`.
-        """
-        self.check_length(length)
+        """Keeps the first `length` positions of every sequence, as `check_length` allows, and frees later blocks."""
         for sequence, num_kept in zip(self._sequences, self._num_tokens(length), strict=True):
             sequence.truncate(num_kept)
         if self._is_token is not None:
             self._is_token = self._is_token[:, :length]
 
-    def check_length(self, length: int) -> None:
-        """Checks that the sequences can continue from their first `length` positions.
+    def check_length(self, length: int, held: int) -> None:
+        """Checks that the sequences can continue from the first `length` of `held` positions.
 
         Raises:
           KVCacheValueError: blocks that the window reaches from there are already freed.
@@ -188,7 +212,14 @@ class BlockTable:
         if self._window is None:
             return
         for sequence, num_kept in zip(self._sequences, self._num_tokens(length), strict=True):
-            self._check_window(sequence, num_kept, self._window)
+            if not 0 < num_kept < sequence.num_tokens:
+                continue
+            oldest = int((sequence.blocks == NO_BLOCK).sum()) * self.block_size
+            if max(num_kept - self._window + 1, 0) < oldest:
+                raise KVCacheValueError(
+                    f"tokens_to_remove: got {length - held}, expected at most the tokens of the last step or all:"
+                    f" blocks that the sliding window of {self._window} tokens had passed were given back"
+                )
 
     def select(self, sequences: np.ndarray) -> None:
         """Replaces all sequences by those with these indices (or marked by a bool array); copies share their blocks."""
@@ -211,15 +242,26 @@ class BlockTable:
             return [int(number) for number in self._is_token[:, :length].sum(axis=1)]
         return [min(length, sequence.num_tokens) for sequence in self._sequences]
 
-    def _check_window(self, sequence: PagedSequence, num_kept: int, window: int) -> None:
-        if not 0 < num_kept < sequence.num_tokens:
-            return
-        oldest = int((sequence.blocks == NO_BLOCK).sum()) * self.block_size
-        if max(num_kept - window + 1, 0) < oldest:
-            raise KVCacheValueError(
-                f"tokens_to_remove: got {num_kept - sequence.num_tokens}, expected at most the tokens of the last step"
-                f" or all: blocks that the sliding window of {window} tokens had passed were given back"
-            )
+    def _num_missing(self, growth: Growth) -> int:
+        """How many blocks a growth lacks; at most 0 if there are enough."""
+        size, (start, before, first_seen, is_new, _) = self.block_size, growth
+        added = is_new.sum(axis=1)
+        num_kept = -(-before // size)
+        num_needed = int((-(-(before + added) // size) - num_kept).sum())
+        if not start:  # every block is free then
+            return num_needed - self.num_blocks
+        most_missing = num_needed + len(before) - self._pool.num_free  # if each last block is copied and none is freed
+        if most_missing <= 0:
+            return most_missing
+        rows = self.rows()
+        index = np.arange(rows.shape[1])
+        is_held = (rows != NO_BLOCK) & (index >= first_seen[:, None] // size) & (index < num_kept[:, None])
+        num_holders = np.bincount(rows[is_held], minlength=self.num_blocks)
+        # Of the sequences that share a partly filled block and write into it, one keeps it if no other holds it.
+        writes = (added > 0) & (before % size > 0)
+        num_writers = np.bincount(rows[writes, before[writes] // size], minlength=self.num_blocks)
+        num_copies = int(np.minimum(num_writers, num_holders - 1).clip(0).sum())
+        return num_needed + num_copies + int((num_holders > 0).sum()) - self.num_blocks
 
     def _check_padding(self, start: int, is_token: np.ndarray | None) -> None:
         """Checks that the first `start` positions are padding where they were when they were stored."""

@@ -67,11 +67,11 @@ class Steps:
           num_seqs: the number of sequences.
           num_new: new tokens of each, padding included.
           device: the device of the result's tensors.
-          is_token: as in `BlockTable.grow`.
-          free_passed: as in `BlockTable.grow`.
+          is_token: as in `BlockTable.plan`.
+          free_passed: as in `BlockTable.plan`.
 
         Raises:
-          KVCacheValueError: as `BlockTable.grow`, and for layers of different lengths; nothing is written then.
+          KVCacheValueError: as `BlockTable.plan`, and for layers of different lengths; no table has changed then.
         """
         shape = num_seqs, self.lengths[layer], num_new
         if layer in self._joined or shape != self._shape or not self._is_padded_so(is_token):
@@ -115,7 +115,7 @@ class Steps:
         """
         tables = dict.fromkeys(self.tables)
         for table in tables:
-            table.check_length(num_tokens)
+            table.check_length(num_tokens, self.lengths[0])
             if not num_tokens:
                 table.copied()  # nothing is left of what they are for
         self._end()
@@ -139,10 +139,11 @@ class Steps:
 
     def _begin(self, shape: tuple[int, int, int], is_token: np.ndarray | None, free_passed: bool) -> None:
         num_seqs, start, num_new = shape
-        self._steps = {
-            (table, ON_HOST): table.grow(num_seqs, start, start + num_new, is_token=is_token, free_passed=free_passed)
+        growths = {
+            table: table.plan(num_seqs, start, start + num_new, is_token=is_token, free_passed=free_passed)
             for table in dict.fromkeys(self.tables)
         }
+        self._steps = {(table, ON_HOST): table.grow(growth) for table, growth in growths.items()}
         self._make_copies()
         self._shape, self._paddings = shape, [is_token]
 
