@@ -233,3 +233,17 @@ def test_layers_with_a_state_beside_keys_and_values_are_refused(name: str):
     message = rf"config: got a {config.model_type} model, whose layer 0 has a Linear\w+ in .* and no state"
     with pytest.raises(KVCacheValueError, match=message):
         KvjaxCache(config, num_blocks=4)
+
+
+@pytest.mark.parametrize("name", ["KyutaiSpeechToText", "Moshi", "MoshiDepth"])
+def test_models_whose_masks_lack_their_window_are_refused(name: str):
+    config_class = getattr(transformers, f"{name}Config")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = config_class(num_hidden_layers=2, hidden_size=64, ffn_dim=128, **heads, sliding_window=6, dtype="float32")
+    message = (
+        rf"^config: got a {config.model_type} model, whose masks lack its sliding window of 6 tokens, .* use"
+        r" transformers' DynamicCache\(config=model\.config\)"
+    )
+    ignored = warnings.catch_warnings(action="ignore", category=KVCacheWarning)  # types that kvjax does not know
+    with ignored, pytest.raises(UnsupportedError, match=message):
+        KvjaxCache(config, num_blocks=4)

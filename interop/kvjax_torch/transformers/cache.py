@@ -19,6 +19,7 @@ from kvjax import (
     KVCacheValueError,
     KVCacheWarning,
     RequestedKVCacheDType,
+    UnsupportedError,
     check_scale,
 )
 from kvjax.ops.options import as_int, kind_of, window_blocks
@@ -33,6 +34,13 @@ from kvjax_torch.transformers.recent import RecentTokens
 from kvjax_torch.transformers.steps import Steps
 
 __all__ = ["CACHE_ARGUMENT", "KvjaxCache", "KvjaxLayer"]
+
+WINDOWS_OF_CACHE_ALONE = frozenset({"kyutai_speech_to_text", "moshi", "moshi_depth"})
+"""Model types with a `sliding_window` that is not in the masks they make.
+
+Their queries see what `DynamicCache(config=...)` returns: a window's tokens and all of the chunk. Neither a cache that
+returns every token, for masks to hide some, nor attention within the window gives the same logits.
+"""
 
 
 class KvjaxCache(Cache):
@@ -103,6 +111,7 @@ class KvjaxCache(Cache):
         layer that keeps no keys and values of its own, or something else beside them, or whose keys and values differ
         in size; a list of scales that does not fit the layers; for latents, options that they do not have. When a step
         needs more blocks than there are, `generate` raises before it has written anything of that step.
+      UnsupportedError: a model whose own masks lack its sliding window (Moshi, Kyutai's speech to text).
     """
 
     def __init__(
@@ -270,7 +279,13 @@ def _rotated_layers(
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
-    """Checks that the layers of transformers' own cache keep keys and values alone."""
+    """Checks that layers of transformers' own cache keep keys and values alone, and drop none that masks would show."""
+    if config.model_type in WINDOWS_OF_CACHE_ALONE:
+        raise UnsupportedError(
+            f"config: got a {config.model_type} model, whose masks lack its sliding window of"
+            f" {config.sliding_window} tokens, expected one whose masks have it; use transformers'"
+            " DynamicCache(config=model.config), which drops the tokens before it"
+        )
     for index, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise KVCacheValueError(
