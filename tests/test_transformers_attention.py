@@ -378,6 +378,8 @@ def test_attention_in_chunks_is_refused_past_the_first():
         ({"dropout": 0.5}, "dropout: got 0.5, expected 0 for"),
         ({"is_causal": False}, "is_causal: got False, expected True for"),
         ({"position_bias": torch.zeros(1)}, "position_bias: got a tensor, expected None for"),
+        ({"cu_seq_lens_q": torch.tensor([0, 1, 3])}, "cu_seq_lens_q: got a tensor, expected None for"),
+        ({"cu_seq_lens_k": torch.tensor([0, 1, 3])}, "cu_seq_lens_k: got a tensor, expected None for"),
         ({"sliding_window": 7}, "sliding_window: got 7, expected 5 as the configuration says"),
         ({"sliding_window": None}, "sliding_window: got None, expected 5 as the configuration says"),
         ({"query": torch.zeros(1, 4, 2, 32)}, "query: got 2 tokens, expected the 3 of the keys"),

@@ -55,7 +55,8 @@ def kvjax_mask(
       `attention_mask` on the host, or None if there is no padding.
 
     Raises:
-      KVCacheValueError: a model whose attention is not causal, packs several sequences into one, or attends in chunks.
+      KVCacheValueError: a model whose attention is not causal, or attends in chunks; or without a cache, for
+        `position_ids` of several sequences in one.
     """
     if config is not None and getattr(config, "vocab_size", None) is None:
         return AttentionMaskInterface()["sdpa"](
@@ -119,7 +120,8 @@ def kvjax_attention(
       softcap: cap on the logits, as `logits_soft_cap` of `kvjax_torch.paged_attention`.
       s_aux: `[num_heads]`, as `sinks` of `kvjax_torch.paged_attention`.
       position_bias: None.
-      others: `sliding_window`, if the module passes one; all else is ignored.
+      others: `sliding_window`, if the module passes one; `cu_seq_lens_q` and `cu_seq_lens_k`, which must be None; all
+        else is ignored.
 
     Returns:
       `(out, None)`: `[num_seqs, num_new_tokens, num_heads, head_size]`, and no weights.
@@ -127,8 +129,8 @@ def kvjax_attention(
     Raises:
       KVCacheTypeError: keys that are not `PagedStates`: the cache is of another class or missing, or is a `KvjaxCache`
         of another configuration object than the model's.
-      KVCacheValueError: a mask of another shape, another window than the layer's spec has, dropout, a bias, or
-        attention that is not causal; and as `KvjaxCache.update`.
+      KVCacheValueError: a mask of another shape, another window than the layer's spec has, dropout, a bias, packed
+        sequences, or attention that is not causal; and as `KvjaxCache.update`.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not isinstance(key, PagedStates) and not is_causal:
@@ -143,8 +145,10 @@ def kvjax_attention(
     for what, got, expected in (("dropout", dropout, 0), ("is_causal", is_causal, True)):
         if got != expected:
             raise KVCacheValueError(f"{what}: got {got}, expected {expected} for attn_implementation={NAME!r}")
-    if position_bias is not None:
-        raise KVCacheValueError(f"position_bias: got a tensor, expected None for attn_implementation={NAME!r}")
+    tensors = {"position_bias": position_bias} | {what: others.get(what) for what in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    for what, tensor in tensors.items():
+        if tensor is not None:
+            raise KVCacheValueError(f"{what}: got a tensor, expected None for attn_implementation={NAME!r}")
     layer, num_new = key.layer, key.keys.shape[2]
     if query.shape[2] != num_new:
         raise KVCacheValueError(f"query: got {query.shape[2]} tokens, expected the {num_new} of the keys")
