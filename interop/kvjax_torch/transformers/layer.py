@@ -183,7 +183,7 @@ class KvjaxLayer(CacheLayerMixin):
 
         Returns:
           `(keys, values)`: `[num_seqs, num_kv_heads, num_tokens, head_size]` of the model dtype, contiguous like those
-          of `DynamicCache`, so that attention runs the same kernels and gives the same bits. With
+          of `DynamicCache()`, so that attention runs the same kernels and gives the same bits. With
           `attn_implementation="kvjax"`, the unchanged new tokens, twice, for `attend` to store and attend to.
 
         Raises:
