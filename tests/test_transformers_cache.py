@@ -333,6 +333,24 @@ def test_reordering_an_empty_cache_does_nothing(device: str):
     cache = make_cache(make_model(device))
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.get_seq_length() == 0
+    for layer in range(NUM_LAYERS):
+        cache.update(*states(device, 2, 6), layer)
+    cache.reset()
+    cache.batch_select_indices(torch.tensor([5]))  # of no sequence now, nor of one before
+    assert cache.get_seq_length() == 0
+    for layer in range(NUM_LAYERS):
+        assert len(cache.update(*states(device, 3, 6), layer)[0]) == 3
+
+
+@pytest.mark.parametrize("indices", [[2, 0, 2], [True, False, True]], ids=str)
+def test_sequences_are_chosen_by_a_list(indices: list[int] | list[bool]):
+    cache, plain = make_cache(make_model("cpu")), DynamicCache()
+    for one in (cache, plain):
+        for layer in range(NUM_LAYERS):
+            one.update(*states("cpu", 3, 6), layer)
+        one.batch_select_indices(indices)
+    new = states("cpu", len(plain.layers[0].keys), 1, seed=1)
+    assert torch.equal(cache.update(*new, 0)[0], plain.update(*new, 0)[0])
 
 
 def test_a_sliding_window_is_the_models_mask(device: str):

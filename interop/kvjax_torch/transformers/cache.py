@@ -247,9 +247,9 @@ class KvjaxCache(Cache):
         """Continues each sequence `repeats` times, side by side."""
         self._steps.select(np.repeat(np.arange(self._steps.num_seqs), repeats))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int] | Sequence[bool]) -> None:
         """Keeps the sequences that `indices` names or, where it is boolean, marks."""
-        self._steps.select(indices.numpy(force=True))
+        self._steps.select(torch.as_tensor(indices).numpy(force=True))
 
 
 def _as_sizes(exact_window: int | None, max_q_len: int) -> tuple[int, int] | None:

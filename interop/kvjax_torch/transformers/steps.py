@@ -124,12 +124,11 @@ class Steps:
         self.lengths = [min(length, num_tokens) for length in self.lengths]
 
     def select(self, sequences: np.ndarray) -> None:
-        """Replaces all sequences, as `BlockTable.select`."""
+        """Replaces all sequences, as `BlockTable.select`; those without tokens are nothing to replace."""
         self._end()
-        rows = np.arange(self.num_seqs)
-        if not len(rows):
+        if not any(self.lengths):
             return
-        rows = rows[sequences]
+        rows = np.arange(self.num_seqs)[sequences]
         # Before anything changes, because the copies may not fit into memory.
         selected = [(recent, recent.selected(rows)) for recent in self.recent if recent is not None]
         for table in dict.fromkeys(self.tables):
