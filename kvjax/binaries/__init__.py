@@ -23,17 +23,6 @@ from kvjax.binaries.workers import compile_all, start_ahead
 from kvjax.errors import KVCacheValueError
 from kvjax.kernels.launchable import AnyCount
 
-__all__ = [
-    "Binary",
-    "Device",
-    "LaunchUnavailableError",
-    "Shape",
-    "compiled",
-    "given_integers",
-    "num_compilations",
-    "prepare",
-]
-
 _compilations = 0
 _count_lock = threading.Lock()
 
