@@ -33,15 +33,15 @@ class PrefixFolder:
 
     Args:
       folder: of one model; created if it does not exist.
-      pool: of one group of layers, without blocks on the host.
+      pool: of one group of layers, without blocks on the host or states, whose prefixes are not cached.
       max_bytes: of all files; those of the prefixes that were used least recently are removed.
     """
 
     def __init__(self, folder: Path, pool: kvjax.BlockPool, max_bytes: int) -> None:
-        if len(pool.groups) > 1 or pool.num_host_blocks:
+        if len(pool.groups) > 1 or pool.num_host_blocks or pool.num_states:
             raise ValueError(
-                f"pool: got {len(pool.groups)} groups and {pool.num_host_blocks} blocks on the host, expected one group"
-                " and none"
+                f"pool: got {len(pool.groups)} groups, {pool.num_host_blocks} blocks on the host and {pool.num_states}"
+                " states, expected one group and no others"
             )
         self._folder, self._pool, self._max_bytes = folder, pool, max_bytes
         folder.mkdir(parents=True, exist_ok=True)

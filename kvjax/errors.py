@@ -33,7 +33,7 @@ class OutOfBlocksError(KVCacheMemoryError):
 
     Attributes:
       num_needed: blocks requested.
-      num_free: free blocks.
+      num_free: free blocks, and of `BlockPool.append` those that windows have passed, which it frees first.
       num_blocks: blocks of the pool.
       what: what the pool has run out of and the numbers count: "blocks", or for example "states".
     """

@@ -385,6 +385,15 @@ def test_after_a_reset_nothing_of_before_is_found():
     assert pool.num_cached_tokens([9, 0]) == 1
 
 
+def test_a_sequence_that_has_no_tokens_at_a_reset_caches_later_ones():
+    pool = BlockPool(2, 1)
+    waiting = pool.sequence()
+    pool.reset_prefix_cache()
+    pool.append([waiting], [1])
+    waiting.commit([8])
+    assert pool.num_cached_tokens([8, 0]) == 1
+
+
 def test_states_are_allocated_with_blocks_and_shared_by_forks():
     pool = BlockPool(8, 2, num_states=2)
     one, two, three = (pool.sequence([1, 2, 3]) for _ in range(3))
@@ -564,6 +573,16 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back():
     assert sorted(swaps.from_host[:, 0].tolist()) == [0, 1]
     assert [event.token_ids for event in pool.take_events() if isinstance(event, BlockStored)] == [(1,), (2,)]
     assert pool.take_swaps().from_host.shape == (0, 2)
+
+
+def test_the_host_keeps_what_was_used_last_on_the_device():
+    pool = BlockPool(1, 1, num_host_blocks=2)
+    for token in (1, 2):
+        grown(pool, [token]).free()
+    pool.sequence([1, 0]).free()  # comes back from the host, which gets 2
+    grown(pool, [3]).free()  # evicts 1, which the host has: used later than 2
+    grown(pool, [4]).free()  # evicts 3: the host has no room for all
+    assert [pool.num_cached_tokens([token, 0]) for token in (1, 2, 3, 4)] == [1, 0, 1, 1]
 
 
 def test_a_prefix_comes_back_where_there_is_room_for_its_blocks_and_no_more():

@@ -160,6 +160,7 @@ def test_a_folder_that_only_others_may_write_is_read(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_a_pool_with_blocks_on_the_host_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="got 1 groups and 2 blocks on the host"):
-        PrefixFolder(tmp_path, kvjax.BlockPool(2, 4, num_host_blocks=2), 1)
+@pytest.mark.parametrize(("name", "got"), [("num_host_blocks", "2 blocks on the host and 0"), ("num_states", "and 2")])
+def test_a_pool_with_blocks_on_the_host_or_states_is_refused(tmp_path, name, got):
+    with pytest.raises(ValueError, match=f"got 1 groups, .*{got} states, expected one group"):
+        PrefixFolder(tmp_path, kvjax.BlockPool(2, 4, **{name: 2}), 1)

@@ -66,6 +66,6 @@ def as_ids(token_ids: ArrayLike) -> array[int]:
         raise KVCacheValueError(f"token_ids: got shape {ids.shape}, expected [num_tokens]")
     if ids.size and ids.dtype.kind not in "iu":
         raise KVCacheTypeError(f"token_ids: got dtype {ids.dtype}, expected integers")
-    if ids.size and ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
+    if ids.size and ids.dtype.kind == "u" and ids.max() > np.iinfo(np.int64).max:
         raise KVCacheValueError(f"token_ids: got {ids.max()}, expected at most {np.iinfo(np.int64).max}")
     return array("q", ids.astype(np.int64).tobytes())

@@ -54,7 +54,9 @@ class HostTier:
         """Saves a device's block that is taken for something else, if it is cached and the host has room."""
         if self._cancel(block) or block_hash is None:
             return
-        if self.store.find(block_hash) is None and self.store.num_free:
+        if self._finds(block_hash):
+            self.store.release([self.store.hold_cached(block_hash)])  # used as recently as the device's block
+        elif self.store.num_free:
             self.store.release([self._copied(block, block_hash)])
 
     def _cancel(self, block: int) -> bool:

@@ -71,7 +71,7 @@ class BlockPool(PoolCore):
 
     @property
     def num_free_host(self) -> int:
-        """Host blocks that no swapped sequence has, cached ones included."""
+        """Host blocks that no swapped sequence has and no copy from the host waits for, cached ones included."""
         return self._host.store.num_free
 
     def ref_cnt(self, block: int) -> int:
@@ -207,6 +207,8 @@ class BlockPool(PoolCore):
             self._states.slots.check(self._states.num_needed([sequence._state for sequence, _ in growing]))
         for sequence, _ in growing:
             sequence._drop_passed()
+            if not sequence._num_tokens:
+                sequence._num_resets = self._num_resets
             if self.num_states:
                 sequence._state = self._states.own(sequence._state)
         fresh = iter(self._store.take(needed))
