@@ -579,7 +579,9 @@ def test_the_host_keeps_what_was_used_last_on_the_device():
     pool = BlockPool(1, 1, num_host_blocks=2)
     for token in (1, 2):
         grown(pool, [token]).free()
-    pool.sequence([1, 0]).free()  # comes back from the host, which gets 2
+    again = pool.sequence([1, 0])  # comes back from the host, which gets 2
+    pool.take_swaps()
+    again.free()
     grown(pool, [3]).free()  # evicts 1, which the host has: used later than 2
     grown(pool, [4]).free()  # evicts 3: the host has no room for all
     assert [pool.num_cached_tokens([token, 0]) for token in (1, 2, 3, 4)] == [1, 0, 1, 1]
