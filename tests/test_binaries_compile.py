@@ -228,7 +228,7 @@ def test_a_process_says_what_it_cannot_compile_and_may_end_at_any_time(monkeypat
                 worker.compile(kernel, H200)
         with monkeypatch.context() as patched:
             patched.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0")
-            with pytest.raises(workers._WorkerError, match="the environment is not"):
+            with pytest.raises(workers._WorkerError, match="the environment changed"):
                 worker.compile(kernel, H200)
         worker._process.kill()
         with pytest.raises(workers._WorkerError):
@@ -403,9 +403,6 @@ def test_processes_that_nothing_needs_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "1")
     workers.start_ahead()
     [worker] = workers._waiting
-    if not (child := os.fork()):
-        os._exit(len(workers._waiting) + len(workers._live))
-    assert os.waitpid(child, 0)[1] == 0  # they are not those of a forked process
     workers.compile_all([], H200)
     assert worker._process.poll() is not None
     assert not workers._live
@@ -423,6 +420,34 @@ def test_processes_that_nothing_needs_end(monkeypatch: pytest.MonkeyPatch):
     while workers._live and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [worker._process.wait(30) for worker in made] == [-signal.SIGKILL]
+    assert not workers._live
+
+
+def test_processes_are_not_those_of_a_forked_process():
+    """Nor does it wait for a lock that another thread of its parent's held."""
+    code = """
+import os
+from kvjax.binaries import workers
+workers._live.add("a process")
+workers._waiting.append("a process")
+workers._live_lock.acquire()
+if not (child := os.fork()):
+    os._exit(len(workers._live) + len(workers._waiting) + (not workers._live_lock.acquire(blocking=False)))
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(PATH), "JAX_PLATFORMS": "cpu"}
+    assert subprocess.run([sys.executable, "-c", code], env=variables, check=False).returncode == 0
+
+
+@needs_plugin
+def test_processes_of_another_environment_are_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVJAX_COMPILE_PROCESSES", "1")
+    workers.start_ahead()
+    [ahead] = workers._waiting
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0")
+    monkeypatch.setattr(workers, "can_compile_for", lambda device: False)  # so that a process must
+    assert workers.compile_all(small_kernels()[:1], H200)[0].code
+    assert ahead._process.poll() is not None
     assert not workers._live
 
 

@@ -267,6 +267,10 @@ def test_latents_have_one_scale(latent_model, text, out, capsys, dtype):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["--choose", "int8_per_token_head,fp8", "--bits", "9"],
+            "--choose: got a model of multi-head latent attention",
+        ),
         (CHOICE_OF_LATENTS, "--choose: got a model of multi-head latent attention (MLA), expected --dtype"),
         (["--dtype", "int8_k_nvfp4_v"], "kv_cache_dtype of layer 0: got 'int8_k_nvfp4_v', expected one of"),
         (["--dtype", "fp8", "--per-head"], "per_head: got True, expected False: latents (MLA) have one scale"),
@@ -639,6 +643,14 @@ def test_a_file_is_replaced_only_if_asked_and_only_by_a_whole_one(models, text, 
     assert len(load(out, models["llama"], "nvfp4")) == 2
 
 
+def test_quantized_weights_of_layers_that_transformers_drops_are_no_matter(models, text, out, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(models["llama"], model)
+    name = "model.layers.2.self_attn.k_proj.weight"
+    change_weights(model, lambda tensors: tensors.update({name: torch.ones(1), f"{name}_scale": torch.ones(1)}))
+    assert calibrate(model, text, out, "--samples", "1") == 0
+
+
 def test_a_head_is_needed_for_predictions_alone(models, text, out, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(models["llama"], model)
@@ -664,12 +676,14 @@ def test_what_was_computed_is_kept_where_the_path_was_taken_meanwhile(models, te
     assert len(load(kept, models["llama"], "nvfp4")) == 2
 
 
-def test_a_choice_without_nvfp4_may_have_head_sizes_that_nvfp4_does_not_store(text, out, tmp_path):
+def test_a_choice_without_nvfp4_may_have_head_sizes_that_nvfp4_does_not_store(text, out, tmp_path, capsys):
     config = configuration("llama")
     config.head_dim = 24
     save_model(tmp_path / "model", config)
-    choice = "--choose", "fp8,int8_per_token_head", "--bits", "10", "--samples", "1"
-    assert calibrate(tmp_path / "model", text, out, *choice) == 0
+    choice = "--bits", "10", "--samples", "1", "--choose"
+    assert calibrate(tmp_path / "model", text, out, *choice, "fp8,nvfp4") == 2
+    assert "head_size: got 24, expected a multiple of 16 for 'nvfp4'" in capsys.readouterr().err
+    assert calibrate(tmp_path / "model", text, out, *choice, "fp8,int8_per_token_head") == 0
 
 
 def test_scales_of_heads_are_ignored_where_no_chosen_dtype_takes_them(models, text, out, capsys):

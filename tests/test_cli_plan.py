@@ -358,6 +358,7 @@ def test_a_folder_with_scales_of_kvjax_calibrate_is_refused(tmp_path: Path, caps
     with pytest.raises(SystemExit):
         main(["plan", "--config", config])
     assert "checkpoint: got a folder with scales of kvjax calibrate, expected the file" in capsys.readouterr().err
+    assert main(["plan", "--config", config, "--kv-cache-dtype", "bfloat16"]) == 0
 
 
 MODELOPT = ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"]

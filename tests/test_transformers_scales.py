@@ -90,6 +90,18 @@ def test_the_scale_of_keys_and_that_of_values_wait_each_for_its_own(device: str)
         assert got[0, 0, ::3, 0].tolist() == pytest.approx(expected, rel=0.1)
 
 
+def test_tokens_that_are_cropped_determine_no_scale():
+    cache = make_cache(make_model("cpu"), "nvfp4")
+    zeros, ones = torch.zeros((1, 2, 3, 32)), torch.ones((1, 2, 1, 32))
+    for step in (zeros, ones, None, 100 * ones):
+        if step is None:
+            cache.crop(-1)
+        else:
+            read = [cache.update(step, step, layer) for layer in range(NUM_LAYERS)]
+    assert cache.layers[0].k_scale.item() == pytest.approx(100 * 16 / (6 * 448))
+    assert read[0][0][0, 0, :, 0].tolist() == pytest.approx([0, 0, 0, 100], rel=0.1)
+
+
 def test_no_scale_is_looked_for_once_all_are_set(monkeypatch: pytest.MonkeyPatch):
     """The host would wait for it in each step."""
     cache = make_cache(make_model("cpu"), "nvfp4")

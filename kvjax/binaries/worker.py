@@ -16,7 +16,7 @@ import jax
 from kvjax.binaries.binary import Binary, Device
 from kvjax.binaries.compiling import compile_here
 from kvjax.binaries.encoding import decode_kernel
-from kvjax.binaries.keys import SOURCES, environment, options, sources_digest
+from kvjax.binaries.keys import SOURCES, options, sources_digest
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
@@ -34,8 +34,6 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 def _compile(request: dict[str, Any]) -> Binary:
     if sources_digest(SOURCES) != request["sources"]:
         raise ValueError("kvjax's sources are not those of the other process")
-    if environment(os.environ) != request["environment"]:
-        raise ValueError("the environment is not that of the other process")
     own = options()
     for name, value in request["options"].items():
         if value != own.get(name):

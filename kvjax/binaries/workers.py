@@ -41,9 +41,16 @@ _live: set[_Worker] = set()
 _waiting: list[_Worker] = []
 """Those of the live ones that `start_ahead` started and nobody has taken."""
 
-# A forked process must not write to its parent's pipes.
-os.register_at_fork(after_in_child=_live.clear)
-os.register_at_fork(after_in_child=_waiting.clear)
+
+def _forget() -> None:
+    """In a forked process, which must not write to its parent's pipes."""
+    global _live_lock
+    _live_lock = threading.Lock()
+    _live.clear()
+    _waiting.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class _WorkerError(Exception):
@@ -91,7 +98,9 @@ def compile_all(kernels: Sequence[AnyCount], device: Device) -> list[Binary]:
             except (_WorkerError, NoStableFormError):
                 return
 
-    # This process compiles one of them, unless enough others have imported JAX for it.
+    if any(worker.environment != environment(os.environ) for worker in _waiting):
+        _end_waiting()
+    # This process compiles one of them, unless enough others were started ahead.
     helps = len(_waiting) < len(kernels)
     workers = list(itertools.islice(_new_workers(), len(kernels) - helps))
     threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
@@ -168,17 +177,22 @@ def _end_waiting() -> None:
 
 
 class _Worker:
-    """A process that compiles, `kvjax.binaries.worker`."""
+    """A process that compiles, `kvjax.binaries.worker`.
+
+    Attributes:
+      environment: its environment variables that may change code.
+    """
 
     def __init__(self) -> None:
+        self.environment = environment(os.environ)
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        variables = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvjax.binaries.worker"],  # -P: not from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=variables,
         )
 
     def compile(self, kernel: AnyCount, device: Device) -> Binary:
@@ -188,12 +202,13 @@ class _Worker:
           _WorkerError: it failed.
           NoStableFormError: the kernel has no form to be sent in, or the sources changed since this process read them.
         """
+        if self.environment != environment(os.environ):
+            raise _WorkerError("the environment changed since it began")
         request = {
             "kernel": encode_kernel(kernel),
             "device": dataclasses.asdict(device),
             "sources": sources_digest(SOURCES),
             "options": options(),
-            "environment": environment(os.environ),
         }
         sent, received = self._process.stdin, self._process.stdout
         if sent is None or received is None:

@@ -282,7 +282,7 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         except BaseException:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
             raise
     try:
         _check_output(path, replace)

@@ -189,8 +189,10 @@ def _scales(args: argparse.Namespace, model: kvjax.ModelKVConfig) -> tuple[Layer
     _, _, folder = args.config
     if folder is None or not has_tensors(folder):
         return None
-    check_folder(folder)
-    return read_layer_scales(open_tensors(folder), model, args.kv_cache_dtype, skip_layers=args.skip_layers)
+    layers = read_layer_scales(open_tensors(folder), model, args.kv_cache_dtype, skip_layers=args.skip_layers)
+    if any(layer.dtype.takes_scale for layer in layers):
+        check_folder(folder)
+    return layers
 
 
 def _read_config(name: str) -> tuple[Any, Any, Path | None]:

@@ -97,7 +97,7 @@ class _AskedError(Exception):
 
 @functools.cache
 def prepare() -> None:
-    """Starts, once, the processes that compile kernels, if there is a GPU and none was compiled before.
+    """Starts, once, the processes that compile kernels, if there is a GPU and no kernel on disk.
 
     Raises:
       KVCacheValueError: `KVJAX_COMPILE_PROCESSES` is invalid.

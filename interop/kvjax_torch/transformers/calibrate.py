@@ -139,9 +139,9 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     with _errors_of("model", name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     stated = ModelKVConfig.from_hf_config(config.to_dict(), model_dtype=options.model_dtype)
-    specs = kvjax.resolve_layer_specs(stated, options.dtypes[0])
-    if any(spec.is_mla for spec in specs):
+    if any(layer.is_mla for layer in stated.layers):
         _check_for_latents(options)
+    specs, *_ = [kvjax.resolve_layer_specs(stated, dtype) for dtype in options.dtypes]
     if options.per_head and not any(part.info.takes_head_scales for dtype in options.dtypes for part in dtype.parts):
         raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     choice: DTypeChoice | None = None
@@ -227,13 +227,16 @@ def _check_loaded(name: str, model: Any, options: Options, found: Mapping[str, A
     missing = {*found["missing_keys"]}
     if options.allowed is None or options.allowed.by is not ErrorMeasure.DIVERGENCE:  # predictions are not read
         head = model.get_output_embeddings()
-        missing -= {key for key, parameter in model.named_parameters() if head and parameter is head.weight}
+        of_head = {id(parameter) for parameter in head.parameters()} if head else set()
+        missing -= {key for key, parameter in model.named_parameters() if id(parameter) in of_head}
     if missing:
         raise KVCacheValueError(
             f"model: got {name!r} without the weights {_some(missing)}, expected all that transformers'"
             f" {type(model).__name__} has"
         )
-    if scales := [key for key in found["unexpected_keys"] if re.search(r"(^|\.)weight_scale(_inv|_2)?$", key)]:
+    unread = {*found["unexpected_keys"]}  # also of modules that transformers drops, with their weights
+    of_weights = {key: re.sub(r"(?<=weight)_scale(_inv|_2)?$", "", key) for key in unread}
+    if scales := [key for key, weight in of_weights.items() if weight != key and weight not in unread]:
         raise KVCacheValueError(
             f"model: got {name!r} with quantized weights, whose scales {_some(scales)} transformers does not read;"
             " expected weights in 16 or 32 bits, or of a quantization that transformers loads"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -128,7 +129,7 @@ class KvjaxLayer(CacheLayerMixin):
         self.block_table = steps.tables[index]
         self._index, self._steps = index, steps
         self._given_scales, self._key_rotation = scales, key_rotation
-        self._open_scales: set[str] = set()
+        self._scaled_from = {"k_scale": math.inf, "v_scale": math.inf}  # tokens before those that determined each
         self._config = config
         self._model_dtype = model_dtype
 
@@ -280,20 +281,17 @@ class KvjaxLayer(CacheLayerMixin):
 
     def _set_scales(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Sets the scales with the first tokens that determine them: zeros are stored alike under any scale."""
-        names = "k_scale", "v_scale"
-        if self.num_tokens == 0:
-            self._open_scales = set(names)
-        if not self._open_scales:
+        if self.num_tokens > max(self._scaled_from.values()):
             return
         stored = _by_token(key_states, value_states, step.stored)
-        for name, given, states, part in zip(names, self._given_scales, stored, self.spec.parts, strict=True):
-            if name in self._open_scales:
-                scale = default_scale(states, part) if given is None else given.to(states.device)
-                if scale is None:
-                    scale = torch.ones((), dtype=torch.float32, device=states.device)
-                else:
-                    self._open_scales.remove(name)
-                setattr(self, name, scale)
+        for name, given, states, part in zip(
+            self._scaled_from, self._given_scales, stored, self.spec.parts, strict=True
+        ):
+            if self.num_tokens > self._scaled_from[name]:
+                continue
+            scale = default_scale(states, part) if given is None else given.to(states.device)
+            self._scaled_from[name] = math.inf if scale is None else self.num_tokens
+            setattr(self, name, torch.ones((), dtype=torch.float32, device=states.device) if scale is None else scale)
 
     def _store(self, key_states: torch.Tensor, value_states: torch.Tensor, step: AppendStep) -> None:
         """Writes a step's tokens into its slots."""
