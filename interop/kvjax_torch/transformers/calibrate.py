@@ -127,9 +127,8 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     Raises:
       KVCacheValueError: a model that transformers cannot load, or not all weights of it, or of which kvjax cannot read
         the cache; a text that is empty, too short, or not UTF-8; a sample longer than the model takes; keys or values
-        that are not finite; as
-        `kvjax.calibrate` and `kvjax.choose_layer_dtypes`; for a choice, a model whose attention does not take
-        transformers' interface.
+        that are not finite; as `kvjax.calibrate` and `kvjax.choose_layer_dtypes`; for a choice, a model whose attention
+        does not take transformers' interface.
       UnsupportedError: a choice for a model of multi-head latent attention.
       KVCacheMemoryError: the device's memory does not suffice.
       OSError: the text cannot be read.
