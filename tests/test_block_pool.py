@@ -348,6 +348,12 @@ def test_a_block_behind_the_window_is_still_found_until_it_is_needed():
         (lambda pool: pool.ref_cnt(4), KVCacheValueError, "block: got 4, expected an int of at most 3"),
         (lambda pool: pool.sequence([1.5, 2.0]), KVCacheTypeError, "token_ids: got dtype float64, expected integers"),
         (lambda pool: pool.sequence(np.array([2**63], ">u8")), KVCacheValueError, "token_ids: got 9223372036854775808"),
+        (
+            lambda pool: pool.sequence([1, 2**64]),
+            KVCacheValueError,
+            "token_ids: got 18446744073709551616, expected int64",
+        ),
+        (lambda pool: pool.sequence([-1, 2**63]), KVCacheValueError, "token_ids: got 9223372036854775808, expected"),
         (lambda pool: pool.sequence([[1]]), KVCacheValueError, r"token_ids: got shape \(1, 1\), expected \[num_"),
         (lambda pool: pool.sequence(salt="a"), KVCacheTypeError, "salt: got 'a' of type str, expected bytes"),
         (lambda pool: pool.sequence().commit([1]), KVCacheValueError, "token_ids: got 1 after the 0 known ones"),

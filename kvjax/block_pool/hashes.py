@@ -65,7 +65,10 @@ def as_ids(token_ids: ArrayLike) -> array[int]:
     if ids.ndim != 1:
         raise KVCacheValueError(f"token_ids: got shape {ids.shape}, expected [num_tokens]")
     if ids.size and ids.dtype.kind not in "iu":
+        given: Any = token_ids
+        if all(type(each) is int for each in given):  # NumPy has no dtype of integers for all
+            raise KVCacheValueError(f"token_ids: got {shown(max(given, key=abs))}, expected int64")
         raise KVCacheTypeError(f"token_ids: got dtype {ids.dtype}, expected integers")
     if ids.size and ids.dtype.kind == "u" and ids.max() > np.iinfo(np.int64).max:
-        raise KVCacheValueError(f"token_ids: got {ids.max()}, expected at most {np.iinfo(np.int64).max}")
+        raise KVCacheValueError(f"token_ids: got {ids.max()}, expected int64")
     return array("q", ids.astype(np.int64).tobytes())
