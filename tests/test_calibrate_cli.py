@@ -421,7 +421,8 @@ def test_a_choice_by_divergence_is_that_of_predictions_with_one_layer_stored(mod
     for got, wanted in zip(
         (*choice.errors, *choice.rotated_errors), (*expected.errors, *expected.rotated_errors), strict=True
     ):
-        assert got == pytest.approx(wanted, rel=1e-2, abs=1e-9)
+        # Logits are float32, whose rounding depends on how many threads multiply.
+        assert got == pytest.approx(wanted, rel=1e-2, abs=1e-7)
     assert (choice.dtypes, choice.key_rotation) == (expected.dtypes, expected.key_rotation)
     words = ["--choose", ",".join(dtypes), "--bits", "5.5", "--choose-by", "divergence", "--key-rotation", "--twice"]
     assert calibrate(folder, text, out, *words, "--samples", "2") == 0

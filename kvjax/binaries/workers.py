@@ -39,11 +39,11 @@ _AHEAD = 600.0
 _live_lock = threading.Lock()
 _live: set[_Worker] = set()
 _waiting: list[_Worker] = []
-"""Those of the live ones that `start_ahead` started and nobody has taken."""
+"""The live processes that `start_ahead` started and `compile_all` does not use yet."""
 
 
 def _forget() -> None:
-    """In a forked process, which must not write to its parent's pipes."""
+    """Runs in a forked process, which must not write to its parent's pipes."""
     global _live_lock
     _live_lock = threading.Lock()
     _live.clear()
@@ -72,9 +72,9 @@ def processes_of(variables: Mapping[str, str]) -> int:
 
 
 def start_ahead() -> None:
-    """Starts as many processes as there may be, which import JAX until the next `compile_all` takes them.
+    """Starts as many processes as are allowed. They import JAX, and the next `compile_all` uses them.
 
-    They end with it, after ten minutes, or with this process.
+    They end when it returns, after ten minutes, or with this process.
     """
     _waiting.extend(_started())
     timer = threading.Timer(_AHEAD, _end_waiting)

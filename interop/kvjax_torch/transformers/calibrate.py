@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvjax
 from kvjax import (
-    AttentionSpec,
     CalibrationMethod,
     DTypeChoice,
     ErrorMeasure,
@@ -141,7 +140,7 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
     if any(layer.is_mla for layer in stated.layers):
         _check_for_latents(options)
     specs, *_ = [kvjax.resolve_layer_specs(stated, dtype) for dtype in options.dtypes]
-    if options.per_head and not any(part.info.takes_head_scales for dtype in options.dtypes for part in dtype.parts):
+    if options.per_head and not _take_head_scales(options.dtypes):
         raise KVCacheValueError("per_head: got True, expected False: no layer's dtype takes a scale per KV head")
     choice: DTypeChoice | None = None
     length = _length(options.length, config.get_text_config(decoder=True))
@@ -156,7 +155,10 @@ def calibrate_model(name: str, text: Path, options: Options) -> Calibration:
         if options.allowed is not None:
             choice = choosing.choose(recorder, stated, options.allowed)
             recorder = dataclasses.replace(recorder, specs=kvjax.resolve_layer_specs(stated, choice.dtypes))
-            options = _with_heads_if_any(options, recorder.specs)
+            if options.per_head and not _take_head_scales(spec.dtype for spec in recorder.specs):
+                message = "per_head: got True, but no layer's chosen dtype takes a scale per KV head; ignored"
+                warnings.warn(message, KVCacheWarning, stacklevel=2)
+                options = dataclasses.replace(options, per_head=False)
         layers = _calibrate(recorder, options, choice.key_rotation if choice else ())
     except torch.OutOfMemoryError as error:
         raise KVCacheMemoryError(
@@ -194,16 +196,9 @@ def _calibrate(
     )
 
 
-def _with_heads_if_any(options: Options, specs: Sequence[AttentionSpec]) -> Options:
-    """The options without `per_head` if no layer's chosen dtype takes a scale of each KV head."""
-    if not options.per_head or any(part.info.takes_head_scales for spec in specs for part in spec.parts):
-        return options
-    warnings.warn(
-        "per_head: got True, but no layer's chosen dtype takes a scale per KV head; ignored",
-        KVCacheWarning,
-        stacklevel=2,
-    )
-    return dataclasses.replace(options, per_head=False)
+def _take_head_scales(dtypes: Iterable[KVCacheDType]) -> bool:
+    """Whether keys or values of any of the dtypes take a scale for each KV head."""
+    return any(part.info.takes_head_scales for dtype in dtypes for part in dtype.parts)
 
 
 def _load(name: str, options: Options, device: torch.device) -> Any:
@@ -226,7 +221,7 @@ def _check_loaded(name: str, model: Any, options: Options, found: Mapping[str, A
     missing = {*found["missing_keys"]}
     if options.allowed is None or options.allowed.by is not ErrorMeasure.DIVERGENCE:  # predictions are not read
         head = model.get_output_embeddings()
-        of_head = {id(parameter) for parameter in head.parameters()} if head else set()
+        of_head = {id(parameter) for parameter in head.parameters()} if head is not None else set()
         missing -= {key for key, parameter in model.named_parameters() if id(parameter) in of_head}
     if missing:
         raise KVCacheValueError(
