@@ -22,7 +22,7 @@ from benchmarks.bars import MAX_SEQS, SAME_SEQS
 from benchmarks.peers.attention_inputs import compiling, filled_pages, take_pages
 from benchmarks.shapes import BLOCK_SIZE
 from benchmarks.timing import Clock, Timing
-from examples import llama
+from examples import llama, peer_sum
 from examples.engine import Engine
 from examples.llama import Llama3Scaling, ModelConfig
 from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
@@ -30,7 +30,9 @@ from kvjax import AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
 DEVICES = output.define_numbers(
     "devices", "also serve with the heads of the model divided among so many devices (default: one device)", least=1
 )
+PEER_SUMS = flags.DEFINE_bool("peer_sums", True, "on GPUs, sum over devices by examples.peer_sum, not jax.lax.psum")
 AXIS = "tensor"
+PEER_SUM_BYTES = 1 << 20  # of a step of 64 tokens of an 8,192 wide model; those of prompts are XLA's
 WARM_UP_STEPS = 3
 OTHERS, PROMPTS = "others", "prompts"
 ROWS = {"same": SAME_SEQS, "most": MAX_SEQS, "others": OTHERS, "prompts": PROMPTS}  # by flag value
@@ -266,7 +268,17 @@ def params(of: Scenario, devices: int) -> llama.Params:
     if devices == 1:
         return make(jax.random.key(0))
     shardings = jax.tree.map(lambda struct: struct.sharding, param_structs(of, devices))
-    return jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+    return {**jax.jit(make, out_shardings=shardings)(jax.random.key(0)), **peers(devices)}
+
+
+@functools.cache
+def peers(devices: int) -> llama.Params:
+    """What the devices sum through, beside the parameters: nothing if XLA sums."""
+    if devices == 1 or not (workload.is_gpu() and PEER_SUMS.value):
+        return {}
+    sharding = placed(devices)
+    assert sharding is not None
+    return {"peers": peer_sum.connect(sharding.mesh, AXIS, PEER_SUM_BYTES)}
 
 
 def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any, devices: int) -> Callable[..., Any]:
@@ -279,7 +291,8 @@ def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any,
     caches = jax.tree.map(lambda cache: cache.partition_specs, caches, is_leaf=lambda each: isinstance(each, KVCache))
 
     def call(*args: Any) -> Any:
-        specs = llama.parameter_axes(config, AXIS), *[P()] * (len(args) - 2), caches
+        axes = {**llama.parameter_axes(config, AXIS), **jax.tree.map(lambda _: P(AXIS), peers(devices))}
+        specs = axes, *[P()] * (len(args) - 2), caches
         mapped: Any = jax.shard_map(run, mesh=everywhere.mesh, in_specs=specs, out_specs=(out, caches), check_vma=False)
         return mapped(*args)
 
@@ -319,7 +332,8 @@ def program(job: ServeJob, max_blocks: int, max_q_len: int = 1) -> Future[Any]:
     run = functools.partial(llama.greedy_step, **own_part(of.config, devices), **options)
     jitted = jax.jit(divided(run, of.config, caches, P(), devices), donate_argnums=4)
     numbers = ints(devices, num_tokens), ints(devices, num_seqs)
-    return compiling(jitted, param_structs(of, devices), *numbers, step, caches)
+    through = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), peers(devices))
+    return compiling(jitted, {**param_structs(of, devices), **through}, *numbers, step, caches)
 
 
 def own_part(config: ModelConfig, devices: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from safetensors import safe_open
 
 import kvjax
 from examples.engine import Engine
+from examples.peer_sum import Peers, peer_sum
 
 type Params = Mapping[str, Any]
 
@@ -265,11 +266,13 @@ def forward(
     The caches are one per layer, one of all layers, or whatever else `attend` takes. Stacked layers (`stacked`) are
     scanned, which needs a cache of all layers. Pass the hidden states of the wanted tokens to `logits`.
 
-    Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`.
+    Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`. They sum
+    through `params["peers"]` if that is there (`examples.peer_sum`).
 
     `positions [num_tokens]` are those of the tokens in their text, by default in their sequences.
     """
     rotate = _rotary(step.token_rows()[1] if positions is None else positions, config)
+    summed = functools.partial(_summed, axis=axis, peers=params.get("peers"))
 
     def run_layer(x: jax.Array, caches: Any, layer: Params, number: Any) -> tuple[jax.Array, Any]:
         h = _rms_norm(x, layer["attention_norm"], config.rms_norm_eps)
@@ -280,10 +283,10 @@ def forward(
             query = _rms_norm(query, layer["query_norm"], config.rms_norm_eps)
             key = _rms_norm(key, layer["key_norm"], config.rms_norm_eps)
         attended, caches = attend(rotate(query), rotate(key), value, caches, step, number)
-        x += _summed(attended.reshape(len(tokens), -1) @ layer["output"].T, axis)
+        x += summed(attended.reshape(len(tokens), -1) @ layer["output"].T)
         h = _rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         gate, up = jnp.split(h @ layer["gate_up"].T, 2, axis=1)
-        return x + _summed((jax.nn.silu(gate) * up) @ layer["down"].T, axis), caches
+        return x + summed((jax.nn.silu(gate) * up) @ layer["down"].T), caches
 
     x, layers = params["embedding"][tokens], params["layers"]
     if isinstance(layers, Mapping):
@@ -426,8 +429,10 @@ def generate(
     return [[*request.prompt, *request.generated] for request in requests], engine.caches
 
 
-def _summed(x: jax.Array, axis: str | None) -> jax.Array:
-    return x if axis is None else jax.lax.psum(x, axis)
+def _summed(x: jax.Array, axis: str | None, peers: Peers | None) -> jax.Array:
+    if axis is None:
+        return x
+    return jax.lax.psum(x, axis) if peers is None else peer_sum(x, peers, axis)
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
