@@ -1,8 +1,9 @@
 """A small serving engine: continuous batching over `kvjax.BlockPool`, with chunked prefill beside decodes.
 
 The host runs one step ahead: a step reads the previous step's tokens on the device, and the host reads them while the
-next step runs. With caches on the host it takes more requests than the device holds: those that came last wait there
-while blocks are short, and evicted prefixes come back from there. What the host does not hold either is computed again.
+next step runs. If the pool has blocks on the host, it takes more requests than the device holds: those that came last
+wait there while blocks are short, and evicted prefixes come back from there, beside the steps of other requests. What
+the host does not hold either is computed again.
 
 docs/serving.md explains it; `examples.llama` provides a step, and `benchmarks.serve` times it.
 """
@@ -29,6 +30,7 @@ class Request:
       prefill: its tokens to compute in chunks: the prompt, and what it had generated when it last lost its blocks.
       num_started: tokens that steps were started for, including those that the host has not read yet.
       row: the row of its last token in the last step's output; None if the host has read it.
+      loading: its blocks on their way from the host.
     """
 
     prompt: Sequence[int]
@@ -38,6 +40,7 @@ class Request:
     generated: list[int] = dataclasses.field(default_factory=list)
     num_started: int = 0
     row: int | None = None
+    loading: kvjax.Loading | None = None
     is_done: bool = False
 
 
@@ -65,7 +68,6 @@ class Engine:
 
     Attributes:
       caches: written by the step, which they are donated to.
-      host_caches: what `caches` do not hold; None without.
       num_preempted: how often a request gave its blocks to others, and was moved to the host if the host had room.
       num_recomputed: how often the host had no room, so that the request starts again with all of its tokens.
 
@@ -80,8 +82,6 @@ class Engine:
       chunk: most prompt tokens in a step.
       max_prompts: most prompts in a step.
       eos_token_id: ends a request.
-      host_caches: like `caches`, of `pool.num_host_blocks` blocks on the host; states are NumPy arrays,
-        `[pool.num_host_states, ...]`.
       sharding: where `run`'s results are: a device or a sharding; None where no argument of `run` is committed.
       windows: the rows of exact windows that `caches` has beside pages, and what fills them, `(caches, step, fills) ->
         caches`; None without windows.
@@ -98,17 +98,17 @@ class Engine:
         chunk: int = 256,
         max_prompts: int = 1,
         eos_token_id: int | None = None,
-        host_caches: Any = None,
         sharding: jax.sharding.Sharding | jax.Device | None = None,
         windows: tuple[kvjax.WindowRows, Callable[..., Any]] | None = None,
     ) -> None:
-        if host_caches is not None and windows is not None:
-            raise ValueError("got host_caches and windows, expected one of them: rows of a window are not swapped")
-        if host_caches is None and pool.num_host_blocks:  # the pool would load host blocks that nothing was copied to
-            raise ValueError(f"host_caches: got None, expected caches of the pool's {pool.num_host_blocks} host blocks")
+        if pool.num_host_blocks and windows is not None:
+            raise ValueError("windows: got a pool with host blocks too, but rows of a window are not swapped")
         if 0 < pool.num_states < max(num_seqs):
             raise ValueError(f"pool: got {pool.num_states} states, expected one for each of {max(num_seqs)} sequences")
-        self.caches, self.host_caches, self._windows = caches, host_caches, windows
+        self.caches, self._windows = caches, windows
+        pages, states = self._pages_and_states()
+        self._host = kvjax.HostCaches(pages, pool.num_host_blocks) if pool.num_host_blocks else None
+        self._host_states = [np.zeros((pool.num_host_states, *x.shape[1:]), x.dtype) for x in states]
         self.num_preempted = self.num_recomputed = 0
         self._run, self._pool, self._eos = run, pool, eos_token_id
         self._num_seqs, self._max_blocks = sorted(num_seqs), max_blocks
@@ -145,7 +145,11 @@ class Engine:
     def step(self) -> list[Request]:
         """Starts a step, then reads the previous one's tokens; returns the requests that this completes."""
         self._admit()
+        self._land(wait=False)
         batch, before = self._schedule(), self._unread
+        if not batch and self._running and before is None:  # there is nothing else to do
+            self._land(wait=True)
+            batch = self._schedule()
         batch = self._reserve(batch) if batch else batch
         self._unread = self._start(batch) if batch else None
         return [] if before is None else self._read(*before)
@@ -155,7 +159,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Admits waiting requests while the pool can hold all running ones to their ends, without a host tier."""
-        if self.host_caches is not None:
+        if self._host is not None:
             self._admit_to_host_tier()
             return
         taken = sum(map(self._blocks_of, self._running))
@@ -184,6 +188,7 @@ class Engine:
                 request.sequence.swap_in()
             else:
                 self._start_prefill(request)
+            request.loading = self._swap()
             queue.popleft()
             self._running.append(request)
 
@@ -193,8 +198,9 @@ class Engine:
             try:
                 self._pool.append([request.sequence for request, _ in batch], [len(new) for _, new in batch])
             except kvjax.OutOfBlocksError:
-                if self.host_caches is None or self._running[-1] is self._running[0]:
+                if self._host is None or self._running[-1] is self._running[0]:
                     raise
+                self._land(wait=True)
                 preempted = self._running.pop()
                 try:
                     preempted.sequence.swap_out()
@@ -210,27 +216,54 @@ class Engine:
             else:
                 return batch
 
-    def _swap(self) -> None:
-        """Makes the copies to the host, then those from it, before the step that needs them."""
+    def _pages_and_states(self) -> tuple[list[kvjax.KVCache], list[Any]]:
+        """The caches' pages, and the arrays of states beside them."""
+        leaves = jax.tree.leaves(self.caches, is_leaf=lambda x: isinstance(x, kvjax.KVCache))
+        pages = [x for x in leaves if isinstance(x, kvjax.KVCache)]
+        return pages, [x for x in leaves if not isinstance(x, kvjax.KVCache)]
+
+    def _replace(self, pages: Sequence[kvjax.KVCache], states: Sequence[Any]) -> None:
+        of_kind = {True: iter(pages), False: iter(states)}
+        is_pages = lambda x: isinstance(x, kvjax.KVCache)  # noqa: E731
+        self.caches = jax.tree.map(lambda x: next(of_kind[is_pages(x)]), self.caches, is_leaf=is_pages)
+
+    def _swap(self) -> kvjax.Loading | None:
+        """Starts the copies that the pool has collected; returns those of blocks from the host, which `_land` writes.
+
+        Blocks that go to the host may be written again at once.
+        """
         swaps = self._pool.take_swaps()
+        if self._host is None:
+            return None
+        pages, states = self._pages_and_states()
+        if len(swaps.to_host):
+            self._host.store(pages, swaps.to_host)
+        if len(swaps.states_to_host):
+            for of_layer, on_host in zip(states, self._host_states, strict=True):
+                swap_states(of_layer, on_host, swaps.states_to_host)
+        if len(swaps.states_from_host):
+            both = zip(self._host_states, states, strict=True)
+            self._replace(pages, [swap_states(*each, swaps.states_from_host) for each in both])
+        return self._host.load(swaps.from_host) if len(swaps.from_host) else None
 
-        def swapped(source: Any, destination: Any, pairs: np.ndarray, of_states: np.ndarray) -> Any:
-            def swap(old: Any, new: Any) -> Any:
-                if isinstance(new, kvjax.KVCache):
-                    return kvjax.swap_blocks(old, new, pairs) if len(pairs) else new
-                return swap_states(old, new, of_states) if len(of_states) else new
-
-            return jax.tree.map(swap, source, destination, is_leaf=lambda x: isinstance(x, kvjax.KVCache))
-
-        if self.host_caches is not None:
-            self.host_caches = swapped(self.caches, self.host_caches, swaps.to_host, swaps.states_to_host)
-            self.caches = swapped(self.host_caches, self.caches, swaps.from_host, swaps.states_from_host)
+    def _land(self, *, wait: bool) -> None:
+        """Writes blocks from the host that have arrived, or waits for all, in the order of their requests."""
+        for request in self._running:
+            if request.loading is None:
+                continue
+            if not (wait or request.loading.is_ready()):
+                return
+            pages, states = self._pages_and_states()
+            self._replace(request.loading.into(pages), states)
+            request.loading = None
 
     def _schedule(self) -> Batch:
         """Returns one token for each decoding request, and as much of the prompts as fits beside them."""
         batch: Batch = []
         left, num_prompts = self._chunk, self._max_prompts
         for request in self._running:
+            if request.loading is not None:
+                break  # later ones may share its blocks
             position = request.sequence.num_tokens
             if position < len(request.prefill):
                 new = np.asarray(request.prefill[position : position + left], np.int32)
@@ -245,7 +278,8 @@ class Engine:
     def _start(self, batch: Batch) -> tuple[jax.Array, list[tuple[int, Request]]]:
         """Starts a step that has room; returns its output tokens, and the requests that they belong to."""
         sequences, q_lens = [request.sequence for request, _ in batch], [len(new) for _, new in batch]
-        self._swap()
+        loading = self._swap()
+        assert loading is None  # blocks come back for requests that are admitted, not for those that grow
         rows = min(size for size in self._num_seqs if size >= len(batch))
         is_decode = max(q_lens) == 1
         own_rows, fills = self._windows[0].assign(sequences, q_lens) if self._windows else (None, np.zeros(0))

@@ -81,16 +81,15 @@ def run(
     return previous.at[: len(following)].set(following), caches
 
 
-def allocate(num_blocks: int, num_states: int, *, on_host: bool = False) -> Caches:
-    """Returns empty caches of all layers, on the first device or on the host."""
+def allocate(num_blocks: int, num_states: int) -> Caches:
+    """Returns empty caches of all layers, on the first device."""
     device = jax.devices()[0]
-    pages = functools.partial(kvjax.KVCache.allocate, SPEC, num_blocks)
     shape = (num_states, HEADS, HEAD_SIZE, HEAD_SIZE)
 
     def of(kind: str) -> Any:
         if kind == "attention":
-            return pages(sharding=kvjax.host_sharding() if on_host else device)
-        return np.zeros(shape, np.float32) if on_host else jax.device_put(jnp.zeros(shape), device)
+            return kvjax.KVCache.allocate(SPEC, num_blocks, sharding=device)
+        return jnp.zeros(shape, device=device)
 
     return [of(kind) for kind in LAYERS]
 
@@ -116,7 +115,6 @@ def main() -> None:
         num_seqs=[4],
         max_blocks=8,
         chunk=8,
-        host_caches=allocate(16, 4, on_host=True),
         sharding=jax.devices()[0],
     )
     requests = [engine.submit(prompt, 16) for prompt in prompts]

@@ -50,6 +50,8 @@ from kvjax.ops.blocks import copy_blocks as copy_blocks
 from kvjax.ops.blocks import swap_blocks as swap_blocks
 from kvjax.ops.gather import gather_kv as gather_kv
 from kvjax.ops.hadamard import hadamard_transform as hadamard_transform
+from kvjax.ops.host_caches import HostCaches as HostCaches
+from kvjax.ops.host_caches import Loading as Loading
 from kvjax.ops.merge import merge_attention_states as merge_attention_states
 from kvjax.ops.mla_attention import mla_paged_attention as mla_paged_attention
 from kvjax.ops.mla_attention import mla_ragged_paged_attention as mla_ragged_paged_attention

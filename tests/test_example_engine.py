@@ -7,9 +7,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import compilations
+from support.helpers import compilations, poison
 
 import kvjax
 from examples import llama
@@ -140,37 +141,25 @@ USER_PROMPT, USER_NEW = 7, 17
 BLOCKS_OF_USER = -(-(USER_PROMPT + USER_NEW) // SPEC.block_size)
 
 
-def served_users(
-    num_blocks: int, num_host_blocks: int, on_host: jax.sharding.Sharding | None = None
-) -> tuple[Engine, list[list[int]], list[int]]:
+def served_users(num_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[int]], list[int]]:
     """Four users at once, then one with the first's prefix: the engine, their tokens, and how many each step computed.
 
-    Pages are NaN before; all blocks are free after. `on_host` is where the host's cache is, by default the CPU.
+    Pages are NaN before; all blocks are free after.
     """
     rng = np.random.default_rng(1)
     users = [rng.integers(0, CONFIG.vocab_size, USER_PROMPT).tolist() for _ in range(4)]
     pool = kvjax.BlockPool(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks)
-    device, calls = jax.devices()[0], []
-    caches = [
-        kvjax.KVCache.allocate(SPEC, size, num_layers=2, sharding=where)
-        for size, where in ((num_blocks, device), (num_host_blocks or 1, on_host or kvjax.host_sharding()))
-    ]
-    nan = (np.full(x.kv.shape, np.nan, x.kv.dtype) for x in caches)
-    cache, host = (
-        dataclasses.replace(x, kv=jax.device_put(kv, x.kv.sharding)) for x, kv in zip(caches, nan, strict=True)
-    )
+    cache = kvjax.KVCache.allocate(SPEC, num_blocks, num_layers=2, sharding=jax.devices()[0])
+    cache = dataclasses.replace(cache, kv=jnp.full_like(cache.kv, jnp.nan))
+    calls = []
 
     def run(tokens: Any, previous: Any, step: Any, caches: Any, **buckets: int) -> Any:
         calls.append(int(step.cu_q_lens[-1]))
         return llama.greedy_step(params(), tokens, previous, step, caches, config=CONFIG, **buckets)
 
-    options = {
-        "num_seqs": [4],
-        "max_blocks": BLOCKS_OF_USER,
-        "chunk": 8,
-        "host_caches": host if num_host_blocks else None,
-    }
-    engine = Engine(run, cache, pool, **options)
+    engine = Engine(run, cache, pool, num_seqs=[4], max_blocks=BLOCKS_OF_USER, chunk=8)
+    if engine._host is not None:
+        poison(engine._host)
     found = []
     for prompts_of_round in (users, [[*users[0][:4], 5]]):
         requests = [engine.submit(prompt, USER_NEW) for prompt in prompts_of_round]
@@ -181,12 +170,10 @@ def served_users(
     return engine, found, calls
 
 
-@pytest.mark.parametrize("memory", [pytest.param(None, marks=pytest.mark.nightly), "pinned_host"])
-def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens(memory: str | None):
+def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens():
     """Their tokens are those of a pool that holds all, none is computed twice, and an evicted prefix comes back."""
     _, expected, calls_of_all = served_users(5 * BLOCKS_OF_USER, 0)
-    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=memory) if memory else None
-    engine, found, calls = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER, on_host)
+    engine, found, calls = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER)
     assert found == expected
     assert engine.num_preempted >= 2
     assert engine.num_recomputed == 0
@@ -255,10 +242,3 @@ def test_a_request_that_never_fits_is_refused():
     engine, _ = made()
     with pytest.raises(ValueError, match=r"got 30 \+ 3 tokens"):
         engine.submit([1] * 30, 3)
-
-
-def test_a_pool_with_blocks_on_the_host_needs_caches_there():
-    cache = kvjax.KVCache.allocate(SPEC, 4, num_layers=2)
-    pool = kvjax.BlockPool(4, SPEC.block_size, num_host_blocks=3)
-    with pytest.raises(ValueError, match="host_caches: got None, expected caches of the pool's 3 host blocks"):
-        Engine(lambda *_, **__: None, cache, pool, num_seqs=[1], max_blocks=4)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.helpers import poison
 
 import kvjax
 from examples import hybrid
@@ -28,11 +29,11 @@ def weights() -> Any:
     return jax.device_put(hybrid.random_weights(jax.random.key(0)), jax.devices()[0])
 
 
-def poisoned(num_blocks: int, num_states: int, *, on_host: bool = False) -> hybrid.Caches:
-    def nan(x: Any) -> Any:
-        return jax.device_put(jnp.full(x.shape, jnp.nan), x.sharding) if isinstance(x, jax.Array) else x * np.nan
+def poisoned(num_blocks: int, num_states: int) -> hybrid.Caches:
+    def nan(x: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.full(x.shape, jnp.nan), x.sharding)
 
-    return jax.tree.map(nan, hybrid.allocate(num_blocks, num_states, on_host=on_host))
+    return jax.tree.map(nan, hybrid.allocate(num_blocks, num_states))
 
 
 def alone(tokens: list[int]) -> tuple[int, hybrid.Caches]:
@@ -67,9 +68,11 @@ def test_the_engine_gives_requests_their_tokens_where_blocks_for_half_of_them_fi
         num_seqs=[4],
         max_blocks=6,
         chunk=8,
-        host_caches=poisoned(24, num_host_states, on_host=True),
         sharding=jax.devices()[0],
     )
+    poison(engine._host)
+    for states in engine._host_states:
+        states[...] = np.nan
     requests = [engine.submit(prompt, NUM_NEW) for prompt in PROMPTS]
     while not engine.is_idle:
         engine.step()
@@ -88,7 +91,9 @@ class Steps:
 
     def __init__(self) -> None:
         self.pool = kvjax.BlockPool(16, 4, num_states=2, num_host_blocks=16, num_host_states=2)
-        self.caches, self.host_caches = poisoned(16, 2), poisoned(16, 2, on_host=True)
+        self.caches = poisoned(16, 2)
+        self.host = poison(kvjax.HostCaches(self.pages(), 16))
+        self.host_states = [np.full(x.shape, np.nan, x.dtype) for x in self.caches if isinstance(x, jax.Array)]
         self.texts: dict[kvjax.PagedSequence, list[int]] = {}
 
     def sequence(self) -> kvjax.PagedSequence:
@@ -96,18 +101,21 @@ class Steps:
         self.texts[made] = []
         return made
 
+    def pages(self) -> list[kvjax.KVCache]:
+        return [x for x in self.caches if isinstance(x, kvjax.KVCache)]
+
     def copy(self, pairs: np.ndarray) -> None:
         swaps = self.pool.take_swaps()
+        self.host.store(self.pages(), swaps.to_host)
+        pages, on_host = iter(self.host.load(swaps.from_host).into(self.pages())), iter(self.host_states)
 
-        def swapped(source: Any, destination: Any, of_blocks: np.ndarray, of_states: np.ndarray) -> Any:
-            if isinstance(destination, kvjax.KVCache):
-                return kvjax.swap_blocks(source, destination, of_blocks)
-            return swap_states(source, destination, of_states)
+        def swapped(x: Any) -> Any:
+            if isinstance(x, kvjax.KVCache):
+                return next(pages)
+            states = swap_states(x, next(on_host), swaps.states_to_host)
+            return swap_states(states, x, swaps.states_from_host)
 
-        to_host, from_host = (swaps.to_host, swaps.states_to_host), (swaps.from_host, swaps.states_from_host)
-        self.host_caches = [swapped(*x, *to_host) for x in zip(self.caches, self.host_caches, strict=True)]
-        caches = [swapped(*x, *from_host) for x in zip(self.host_caches, self.caches, strict=True)]
-        self.caches = hybrid.copied(caches, pairs, swaps)
+        self.caches = hybrid.copied([swapped(x) for x in self.caches], pairs, swaps)
 
     def fork(self, sequence: kvjax.PagedSequence) -> kvjax.PagedSequence:
         child = sequence.fork()

@@ -150,7 +150,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         from_blocks, to_blocks, layer = _as_blocks(pairs, layer, source, destination)
         names = "source", "destination"
         source_kv, kv = select.without_gradient("swap_blocks", names, (source.kv, destination.kv))
-        return dataclasses.replace(destination, kv=_put(kv, _take(source_kv, from_blocks, layer), to_blocks, layer))
+        return dataclasses.replace(destination, kv=put(kv, take(source_kv, from_blocks, layer), to_blocks, layer))
     for name, cache in (("source", source), ("destination", destination)):
         check_memory(name, cache.kv.sharding)
     sharding = sharding_of_pages(destination.kv, layer)
@@ -346,7 +346,7 @@ def _as_blocks(pairs: Any, layer: Any, source: KVCache, destination: KVCache) ->
     return blocks[0].astype(np.int32), blocks[1].astype(np.int32), layer
 
 
-def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
+def take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
     """Returns pages as integers: gathering across devices sums, which would change floats' -0.0 and NaNs."""
     sharding = jax.typeof(kv).sharding
     # For a gather from an explicitly sharded axis JAX requires the result's sharding.
@@ -355,7 +355,8 @@ def _take(kv: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Arra
     return stored.at[_index(blocks, layer)].get(mode="clip", out_sharding=together)
 
 
-def _put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
+def put(kv: jax.Array, pages: jax.Array, blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
+    """Returns a cache's array with pages as `take` returns them; a block past the last is dropped."""
     sharding = jax.typeof(kv).sharding
     pages = lax.bitcast_convert_type(pages, kv.dtype)
     # What two pairs write is unspecified. Where indices may repeat, XLA stores with atomic operations, byte by byte.
@@ -369,8 +370,8 @@ def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
     return blocks if layer is None else (blocks, layer)
 
 
-_take_jit, _take_pinned_jit = jax.jit(_take), jax.jit(pinned.take, compiler_options=pinned.COMPILER_OPTIONS)
-_put_jit = jax.jit(_put, donate_argnums=0)
+_take_jit, _take_pinned_jit = jax.jit(take), jax.jit(pinned.take, compiler_options=pinned.COMPILER_OPTIONS)
+_put_jit = jax.jit(put, donate_argnums=0)
 
 
 def taken_pages(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
@@ -410,7 +411,7 @@ def _named_views(what: str, kv: jax.Array) -> Iterator[None]:
 
 
 def _copy(kv: jax.Array, from_blocks: ArrayLike, to_blocks: ArrayLike, layer: ArrayLike | None) -> jax.Array:
-    return _put(kv, _take(kv, from_blocks, layer), to_blocks, layer)
+    return put(kv, take(kv, from_blocks, layer), to_blocks, layer)
 
 
 _copy_jit = jax.jit(_copy)

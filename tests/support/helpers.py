@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, KVCache, KVCacheDType
+from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, HostCaches, KVCache, KVCacheDType
 from kvjax.kernels import codecs
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
@@ -60,6 +61,14 @@ def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:
     raw = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
     raise_scales(raw.reshape(num_blocks, -1), spec)
     return cache_from_bytes(raw, spec, num_blocks)
+
+
+def poison(host: HostCaches) -> HostCaches:
+    """Sets all bytes of the blocks on the host, which makes NaN of every float."""
+    for kv in host._kv:
+        for shard in kv.addressable_shards:
+            ctypes.memset(shard.data.unsafe_buffer_pointer(), 0xFF, shard.data.nbytes)
+    return host
 
 
 def raise_scales(pages: np.ndarray, spec: AttentionSpec) -> None:
