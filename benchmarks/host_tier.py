@@ -81,16 +81,15 @@ class CountingEngine(Engine):
 
 def engine_of(job: ServeJob, num_seqs: int, chunk: int, num_host_blocks: int) -> CountingEngine:
     """Returns an engine that holds a number of sequences on the device, and evicted prefixes on the host."""
-    device, num_layers = jax.devices()[0], job.of.config.num_hidden_layers
+    device = jax.devices()[0]
     num_blocks = num_seqs * (job.blocks_a_seq + 1)  # the engine wants a free block for each running sequence
     pool = kvjax.BlockPool(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks)
-    allocate = functools.partial(kvjax.KVCache.allocate, job.spec, num_layers=num_layers)
-    host = allocate(num_host_blocks, sharding=kvjax.host_sharding(device)) if num_host_blocks else None
     options: Any = {"config": job.of.config, "implementation": serving.implementation()}
     run = functools.partial(llama.greedy_step, serving.params(job.of, 1), **options)
     sizes: Any = {"num_seqs": [num_seqs], "max_blocks": job.blocks_a_seq, "chunk": chunk}
-    caches = allocate(num_blocks, sharding=device)
-    return CountingEngine(run, caches, pool, host_caches=host, sharding=device, **sizes)
+    num_layers = job.of.config.num_hidden_layers
+    caches = kvjax.KVCache.allocate(job.spec, num_blocks, num_layers=num_layers, sharding=device)
+    return CountingEngine(run, caches, pool, sharding=device, **sizes)
 
 
 def serve(engine: CountingEngine, prompts: np.ndarray, num_new_tokens: int) -> tuple[float, int, list[list[int]]]:
@@ -107,12 +106,18 @@ def serve(engine: CountingEngine, prompts: np.ndarray, num_new_tokens: int) -> t
 
 
 def swaps_in(engine: Engine, job: ServeJob) -> Timing:
-    """Times copies of a sequence's blocks from the host, in random order."""
-    rng, count = np.random.default_rng(0), job.blocks_a_seq
-    pairs = np.stack([rng.permutation(each.num_blocks)[:count] for each in (engine.host_caches, engine.caches)], axis=1)
+    """Times copies of a sequence's blocks from the host, in random order, while those before them are written."""
+    host, rng = kvjax.HostCaches(engine.caches, job.blocks_a_seq), np.random.default_rng(0)
+    numbers = (host.num_blocks, engine.caches.num_blocks)
+    pairs = np.stack([rng.permutation(number)[: job.blocks_a_seq] for number in numbers], axis=1)
+    host.store(engine.caches, pairs[:, ::-1])
+    loading = host.load(pairs)
 
     def call(_: int) -> jax.Array:
-        engine.caches = kvjax.swap_blocks(engine.host_caches, engine.caches, pairs)
+        nonlocal loading
+        following = host.load(pairs)
+        engine.caches = loading.into(engine.caches)
+        loading = following
         return engine.caches.kv
 
     return timing.measure_in_a_row(call, count=10)

@@ -276,9 +276,8 @@ def peers(devices: int) -> llama.Params:
     """What the devices sum through, beside the parameters: nothing if XLA sums."""
     if devices == 1 or not (workload.is_gpu() and PEER_SUMS.value):
         return {}
-    sharding = placed(devices)
-    assert sharding is not None
-    return {"peers": peer_sum.connect(sharding.mesh, AXIS, PEER_SUM_BYTES)}
+    everywhere: Any = placed(devices)
+    return {"peers": peer_sum.connect(everywhere.mesh, AXIS, PEER_SUM_BYTES)}
 
 
 def divided(run: Callable[..., Any], config: ModelConfig, caches: Any, out: Any, devices: int) -> Callable[..., Any]:

@@ -1,22 +1,23 @@
-"""Measures `swap_blocks` to and from pinned host memory, over CUDA's copy of as many bytes in one piece."""
+"""Measures copies of blocks to the host and back, over CUDA's copy of as many bytes in one piece, and beside a step."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import itertools
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 
 from benchmarks import output, shapes, timing, workload
 from benchmarks.measurement import OWN, Measurement
-from kvjax import KVCache, KVCacheDType, swap_blocks
+from kvjax import HostCaches, KVCache, KVCacheDType
 
 PINNED = "pinned_host"
 
@@ -30,34 +31,66 @@ class SwapBenchmark(output.Program):
 
     def _measure_blocks(self, dtype: KVCacheDType, num_blocks: int, num_layers: int) -> None:
         spec, rng, device = shapes.LLAMA_8B.spec(dtype), np.random.default_rng(0), jax.devices()[0]
-        places = {"device": SingleDeviceSharding(device), PINNED: SingleDeviceSharding(device, memory_kind=PINNED)}
-        shape = {"num_blocks": 2 * num_blocks, "num_layers": num_layers}
-        caches = {place: KVCache.allocate(spec, sharding=where, **shape) for place, where in places.items()}
-        bits = jax.random.bits(jax.random.key(0), caches["device"].kv.shape, f"uint{8 * spec.array_dtype.itemsize}")
-        caches["device"] = dataclasses.replace(caches["device"], kv=lax.bitcast_convert_type(bits, spec.array_dtype))
+        cache = KVCache.allocate(spec, 2 * num_blocks, num_layers=num_layers, sharding=device)
+        bits = jax.random.bits(jax.random.key(0), cache.kv.shape, f"uint{8 * spec.array_dtype.itemsize}")
+        cache = dataclasses.replace(cache, kv=lax.bitcast_convert_type(bits, spec.array_dtype))
+        host = HostCaches(cache, 2 * num_blocks)
         pairs = np.stack([rng.permutation(2 * num_blocks)[:num_blocks] for _ in range(2)], axis=1)
-        columns = {PINNED: pairs, "device": pairs[:, ::-1]}
 
-        def swapped(to: str, _: int = 0) -> jax.Array:
-            [source] = places.keys() - {to}
-            caches[to] = swap_blocks(caches[source], caches[to], columns[to])
-            return caches[to].kv
+        def store(_: int = 0) -> None:
+            host.store(cache, pairs)
 
-        swapped(PINNED)
-        empty = KVCache.allocate(spec, sharding=device, **shape)
-        back = swap_blocks(caches[PINNED], empty, columns["device"]).kv[pairs[:, 0]]
+        store()
+        loading = host.load(pairs[:, ::-1])
+        empty = KVCache.allocate(spec, 2 * num_blocks, num_layers=num_layers, sharding=device)
+        back = loading.into(empty).kv[pairs[:, 0]]
         if not jnp.array_equal(lax.bitcast_convert_type(back, bits.dtype), bits[pairs[:, 0]]):
             raise AssertionError(f"{dtype}: blocks came back from the host with other bytes")
+        loading = host.load(pairs[:, ::-1])
+
+        def load(_: int = 0) -> jax.Array:
+            """Starts to load blocks while those of the last call are written."""
+            nonlocal cache, loading
+            following = host.load(pairs[:, ::-1])
+            cache = loading.into(cache)
+            loading = following
+            return cache.kv
+
         block_bytes = num_layers * spec.page_size_bytes
         moved = num_blocks * block_bytes
-        for direction, to in (("to pinned_host", PINNED), ("from pinned_host", "device")):
-            times, by_cuda = timing.measure_in_a_row(functools.partial(swapped, to), count=10), None
+        pinned = jax.device_put(cache.kv, cache.kv.sharding.with_memory_kind(PINNED))
+        for direction, call in (("to the host", store), ("from the host", load)):
+            wait = jax.block_until_ready if call is load else lambda _: host.wait()
+            times, by_cuda = timing.measure_in_a_row(call, wait=wait, count=10), None
+            host.wait()
             subject = {"direction": direction, "dtype": dtype, "num_blocks": num_blocks, "block_bytes": block_bytes}
             if workload.is_gpu():
-                [source] = places.keys() - {to}
-                by_cuda = measure_cuda_copy(caches[source].kv, caches[to].kv, moved)
+                source, target = (cache.kv, pinned) if call is store else (pinned, cache.kv)
+                by_cuda = measure_cuda_copy(source, target, moved)
                 self.results.add(Measurement("swap", subject, "CUDA memcpy", by_cuda, moved))
-            self.results.add(Measurement("swap", subject, OWN, times, moved, by_cuda))
+            facts = {f"step_{what}_ns": round(1e9 * each) for what, each in steps_beside(call, host).items()}
+            self.results.add(Measurement("swap", subject, OWN, times, moved, by_cuda, facts=facts))
+
+
+def steps_beside(start: Callable[[], Any], host: HostCaches) -> dict[str, float]:
+    """The seconds of a step of matrix products alone, and of one that copies were started before."""
+    size = output.by_device(gpu=8192, host=256, smoke=64)
+    matrix = jnp.full((size, size), 1 / size, jnp.bfloat16)
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 20, lambda _, y: y @ matrix, x)
+
+    def run(before: Callable[[], Any]) -> float:
+        host.wait()
+        jax.block_until_ready(step(matrix))
+        before()
+        begin = time.perf_counter()
+        jax.block_until_ready(step(matrix))
+        return time.perf_counter() - begin
+
+    samples = {"alone": lambda: None, "beside": start}
+    return {what: float(np.median([run(before) for _ in range(7)])) for what, before in samples.items()}
 
 
 def measure_cuda_copy(source: jax.Array, target: jax.Array, num_bytes: int) -> timing.Timing:

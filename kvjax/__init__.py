@@ -37,7 +37,6 @@ from kvjax.exact_window import copy_window_rows as copy_window_rows
 from kvjax.exact_window import fill_exact_window as fill_exact_window
 from kvjax.layouts import CacheLayout as CacheLayout
 from kvjax.layouts import VScaleLayout as VScaleLayout
-from kvjax.memory import host_sharding as host_sharding
 from kvjax.model_config import AttentionKind as AttentionKind
 from kvjax.model_config import LayerKVConfig as LayerKVConfig
 from kvjax.model_config import ModelKVConfig as ModelKVConfig

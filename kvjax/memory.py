@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvjax.errors import KVCacheMemoryError, KVCacheTypeError, UnsupportedError, shown, type_name
 from kvjax.spec import AttentionSpec
@@ -24,27 +24,10 @@ PINNED = "pinned_host"
 """JAX's memory kind for host memory that a GPU reads and writes directly."""
 
 
-def host_sharding(like: Sharding | jax.Device | None = None) -> Sharding:
-    """Returns a `sharding` for `KVCache.allocate` in host memory, for pages that `swap_blocks` moves off a GPU.
-
-    It is memory of kind `"pinned_host"`, which belongs to a GPU as its own memory does. On a CPU it is the CPU's own
-    memory.
-
-    Args:
-      like: the device or the sharding of the cache on the GPU, `cache.kv.sharding`, so that each GPU moves what it
-        holds. Default: JAX's default device.
-
-    Raises:
-      UnsupportedError: a sharding that divides blocks.
-      KVCacheTypeError: neither a sharding nor a device.
-    """
-    sharding = as_sharding("like", like) or SingleDeviceSharding(_default_devices()[0])
-    device: Any = next(iter(sharding.device_set))
-    if device.platform == "cpu":
-        return sharding
-    pinned = sharding.with_memory_kind(PINNED)
-    check_pinned("like", pinned)
-    return pinned
+def host_sharding(like: Sharding) -> Sharding:
+    """Returns where pages on the host are of a cache: pinned memory of each of its GPUs, or a CPU's own memory."""
+    device: Any = next(iter(like.device_set))
+    return like if device.platform == "cpu" else like.with_memory_kind(PINNED)
 
 
 def without_mesh() -> AbstractContextManager[object]:
@@ -60,43 +43,30 @@ def without_mesh() -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
-def is_pinned(array: jax.Array) -> bool:
-    """Returns whether an array, traced or not, is in pinned host memory."""
-    if isinstance(array, jax.core.Tracer):
-        return jax.typeof(array).memory_space == jax.memory.Space.Host
-    return array.sharding.memory_kind == PINNED
-
-
 def refuse_pinned(what: str, kv: jax.Array) -> None:
-    """Raises `UnsupportedError` for a cache's array in pinned host memory."""
-    if is_pinned(kv):
+    """Raises `UnsupportedError` for a cache's array, traced or not, in pinned host memory."""
+    if isinstance(kv, jax.core.Tracer):
+        is_pinned = jax.typeof(kv).memory_space == jax.memory.Space.Host
+    else:
+        is_pinned = kv.sharding.memory_kind == PINNED
+    if is_pinned:
         raise UnsupportedError(
-            f"{what}: got a cache in memory of kind {PINNED!r}, which swap_blocks, export_blocks and import_blocks"
-            " take, outside jit; expected one in its device's memory: swap the blocks into one first"
-        )
-
-
-def check_pinned(what: str, sharding: Sharding) -> None:
-    """Raises `UnsupportedError` for pinned memory that cannot hold a cache."""
-    if sharding.memory_kind == PINNED and isinstance(sharding, NamedSharding) and any(sharding.spec[:1]):
-        raise UnsupportedError(
-            f"{what}: got {sharding.spec} in memory of kind {PINNED!r}, expected blocks that are not divided: devices"
-            " would move pages of each other's"
+            f"{what}: got a cache in memory of kind {PINNED!r}, expected one in its device's memory; HostCaches keeps"
+            " blocks on the host"
         )
 
 
 def check_memory(what: str, sharding: Sharding) -> None:
-    """Raises `UnsupportedError` for memory that cannot hold a cache: neither its devices' default nor pinned memory."""
-    kind = sharding.memory_kind
-    if kind not in (None, PINNED):
-        devices: Iterable[Any] = sharding.addressable_devices
-        own = next((device.default_memory().kind for device in devices), kind)
-        if kind != own:
-            raise UnsupportedError(
-                f"{what}: got memory of kind {kind!r}, expected {own!r} or {PINNED!r}: XLA would copy all of it in each"
-                " call. On the host: KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())"
-            )
-    check_pinned(what, sharding)
+    """Raises `UnsupportedError` for memory other than the devices' default."""
+    if (kind := sharding.memory_kind) is None:
+        return
+    devices: Iterable[Any] = sharding.addressable_devices
+    own = next((device.default_memory().kind for device in devices), kind)
+    if kind != own:
+        raise UnsupportedError(
+            f"{what}: got memory of kind {kind!r}, expected {own!r}: XLA would copy all of it in each call. HostCaches"
+            " keeps blocks on the host"
+        )
 
 
 def as_sharding(what: str, sharding: Any) -> Sharding | None:

@@ -291,14 +291,13 @@ class Arrays:
         """Takes pages as they are, or for None allocates; and allocates a cache to swap with."""
         self.x64 = x64
         self.cache = KVCache.allocate(spec, num_blocks) if pages is None else cache_from_bytes(pages, spec, num_blocks)
-        self.stash = KVCache.allocate(spec, STASH_BLOCKS, sharding=kvjax.host_sharding())
+        self.stash = KVCache.allocate(spec, STASH_BLOCKS, sharding=jax.devices()[-1])
 
     def pages(self) -> np.ndarray:
         return page_bytes(self.cache)
 
     def stashed_pages(self) -> np.ndarray:
-        # Of a copy: a GPU's runtime donates no array that NumPy views.
-        return page_bytes(dataclasses.replace(self.stash, kv=jax.device_put(self.stash.kv, jax.memory.Space.Device)))
+        return page_bytes(self.stash)
 
     def write(
         self, spec: AttentionSpec, key: Any, value: Any, slots: Any, by: Scales, *, unique: bool, donate: bool

@@ -191,7 +191,7 @@ def test_blocks_are_copied_and_swapped_with_all_that_they_hold(dtype: str):
     before = page_bytes(cache)
     after = page_bytes(copy_blocks(cache, np.array([[0, 3], [2, 1]])))
     assert_same_bytes(after, before[[0, 2, 2, 0]])
-    host = KVCache.allocate(spec, 2, sharding=kvjax.host_sharding())
+    host = KVCache.allocate(spec, 2)
     swapped = page_bytes(swap_blocks(cache, host, np.array([[3, 1]])))
     assert_same_bytes(swapped, np.stack([np.zeros_like(before[0]), before[3]]))
 

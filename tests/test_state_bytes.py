@@ -59,11 +59,10 @@ def test_a_state_is_imported_as_it_was_exported(dtype, on_device):
 
 
 @pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
-@pytest.mark.parametrize("pinned", [False, True], ids=["device", "pinned"])
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64])
-def test_a_state_of_64_bits_keeps_all_of_them_whether_or_not_x64_is_on(dtype, pinned, x64):
+def test_a_state_of_64_bits_keeps_all_of_them_whether_or_not_x64_is_on(dtype, x64):
     source, before = states(dtype), states(dtype, 5, seed=2)
-    memory = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host" if pinned else None)
+    memory = SingleDeviceSharding(jax.devices()[0])
     with jax.enable_x64(True):
         first, second = (jax.device_put(jnp.asarray(array), memory) for array in (source, before))
     with jax.enable_x64(x64):

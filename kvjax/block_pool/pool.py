@@ -47,6 +47,7 @@ class BlockPool(PoolCore):
     Attributes:
       num_blocks: blocks of the cache.
       block_size: tokens in a block; of several groups, in the first.
+      num_states, num_host_blocks, num_host_states: as given.
       groups: of each group of layers, its `block_size` and `sliding_window`.
 
     Raises:

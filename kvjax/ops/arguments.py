@@ -47,13 +47,12 @@ def check_array(what: str, array: Any, dims: Sequence[tuple[str, int | None]], d
         raise KVCacheValueError(f"{what}: got shape {tuple(array.shape)}, expected [{expected}]")
 
 
-def check_cache(cache: Any, what: str = "cache", *, may_be_pinned: bool = False) -> None:
+def check_cache(cache: Any, what: str = "cache") -> None:
     """Raises if `cache` is not a `KVCache` with a live array that its spec describes, in memory that is accepted."""
     if not isinstance(cache, KVCache):
         raise KVCacheTypeError(f"{what}: got {kind_of(cache)}, expected a KVCache{for_torch(cache)}")
     cache.check(what)
-    if not may_be_pinned:
-        refuse_pinned(what, cache.kv)
+    refuse_pinned(what, cache.kv)
     check_devices(cache, **{f"{what}.{name}": getattr(cache, name) for name in SCALES})
 
 

@@ -241,9 +241,9 @@ def import_blocks(
     """Writes exported blocks into blocks of caches that store the same; returns these caches.
 
     **The caches are donated**, and so written in place, as NumPy's states are: use the returned ones. If the call
-    raises, they have not changed and are not donated, unless a device fails while it writes or NumPy views their pinned
-    memory. For this the pages stay in host memory until their digest is checked, then on the devices until all are
-    there. To need less memory, export fewer blocks at once.
+    raises, they have not changed and are not donated, unless a device fails while it writes. For this the pages stay in
+    host memory until their digest is checked, then on the devices until all are there. To need less memory, export
+    fewer blocks at once.
 
     Args:
       source: as in `open_blocks`, or what it returned. Bytes must end with the export.
@@ -300,7 +300,7 @@ def _as_parts(caches: Caches, state: int | None, *, is_written: bool) -> _Parts:
 
 
 def _check_pages(what: str, cache: Any) -> None:
-    check_cache(cache, what, may_be_pinned=True)
+    check_cache(cache, what)
     if is_traced(*jax.tree.leaves(cache)):
         raise KVCacheTypeError(f"{what}: got a traced cache, expected a call outside jit")
     if not cache.kv.is_fully_addressable:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,8 +20,8 @@ from kvjax.cache import SCALES, KVCache, local_view
 from kvjax.cache_views import split_region
 from kvjax.errors import KVCacheValueError, UnsupportedError
 from kvjax.layouts import CacheLayout
-from kvjax.memory import check_memory, is_pinned, without_mesh
-from kvjax.ops import pinned, select
+from kvjax.memory import check_memory, without_mesh
+from kvjax.ops import select
 from kvjax.ops.arguments import INDEX_DTYPES, as_layer, check_array, check_cache, check_devices
 from kvjax.ops.value_checks import check_pairs, is_checked
 from kvjax.scale_values import readable, refuse
@@ -71,22 +71,20 @@ def copy_blocks(
     if is_traced(cache.kv, pairs, layer):
         return dataclasses.replace(cache, kv=serve(cache, *_as_blocks(pairs, layer, cache, cache)))
     copy = _copy_donated_jit if donate else _copy_jit
-    with _named_views("cache.kv", cache.kv):
+    with named_views("cache.kv"):
         return dataclasses.replace(cache, kv=copy(cache.kv, *_as_blocks(*_on_host(pairs, layer), cache, cache)))
 
 
 def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, layer: ArrayLike | None = None) -> KVCache:
-    """Copies whole pages of one cache to pages of another, which may be on the host or on another GPU.
+    """Copies whole pages of one cache to pages of another, which may be on another device or divided differently.
 
-    To move pages off a GPU and back, keep a cache of the same spec on the host,
-    `KVCache.allocate(spec, num_blocks, sharding=kvjax.host_sharding())`. Only the pages of the pairs move, byte for
-    byte, in all layers of caches of several. `source` is unchanged. **`destination` is donated**, and so written in
-    place: use the returned cache. All pages are read before the first is written: without memory for them the call
-    raises, and neither cache has changed or is donated. The destination is left donated and partly written only if a
-    device fails while it writes, or if another library views a part of pinned memory of several devices.
+    Only the pages of the pairs move, byte for byte, in all layers of caches of several. `source` is unchanged.
+    **`destination` is donated**, and so written in place: use the returned cache. All pages are read before the first
+    is written: without memory for them the call raises, and neither cache has changed or is donated. The destination is
+    left donated and partly written only if a device fails while it writes.
 
     The call does not wait for the copies. A GPU runs its copies after the work that it was given before, and before the
-    work that it is given next.
+    work that it is given next. To move blocks off a GPU and back beside its work, use `HostCaches`.
 
     The two may be divided among devices in different ways. Where pages hold scales, a device's pages are those of its
     own heads: if the caches divide the heads into different numbers of shares, each page's bytes are reordered.
@@ -104,20 +102,18 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
       pairs: int32 or int64 `[num_pairs, 2]`: block of `source` and block of `destination` of each copy, preferably a
         NumPy array: one on a device is first copied to the host, which waits for what computes it. As in `copy_blocks`,
         a pair with a block outside its cache copies nothing, and pairs are padded to a power of two: for each pair of
-        padding a page moves, too. If a cache is in pinned host memory, no padding moves: pairs are copied in parts
-        whose sizes are powers of two. Each size is compiled once, or once per device for pinned memory of several
-        devices.
+        padding a page moves, too.
       layer: to copy the pages of one layer only: its number, as in `copy_blocks`.
 
     Raises:
       KVCacheValueError, KVCacheTypeError: an invalid shape, dtype or spec; the message names it. Also: one cache given
         twice; caches with different scales, or traced ones of which only one carries a scale; traced caches that would
-        need reordering; on a GPU, a destination that another library views, as `np.asarray` of pinned memory does.
-      UnsupportedError: a cache in a memory other than its device's default and pinned host memory; a cache in pinned
-        host memory that is traced or divided by blocks; or a destination divided by another kind of sharding.
+        need reordering; on a GPU, a destination that another library views.
+      UnsupportedError: a cache in a memory other than its device's default, or a destination divided by another kind
+        of sharding.
     """
-    check_cache(source, "source", may_be_pinned=True)
-    check_cache(destination, "destination", may_be_pinned=True)
+    check_cache(source, "source")
+    check_cache(destination, "destination")
     if source.kv is destination.kv:
         raise KVCacheValueError("destination: got the cache that is the source; within one cache use copy_blocks")
     for field in dataclasses.fields(source.spec):
@@ -136,11 +132,7 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
     layer = _as_layer(source, layer)
     shares = _head_shares(source), _head_shares(destination)
     has_same_order = source.spec.has_head_axis or shares[0] == shares[1]
-    is_any_pinned = is_pinned(source.kv) or is_pinned(destination.kv)
-    # Where a traced function closes over both, what it computes is traced.
-    if is_traced(source.kv, destination.kv, pairs, layer) or (is_any_pinned and is_traced(lax.full((), 0))):
-        check_cache(source, "source")  # again: a traced call takes none that is pinned
-        check_cache(destination, "destination")
+    if is_traced(source.kv, destination.kv, pairs, layer):
         if not has_same_order:
             raise KVCacheValueError(
                 f"destination: got {source.spec.dtype.value!r} pages whose heads are divided into {shares[1]} shares in"
@@ -155,22 +147,16 @@ def swap_blocks(source: KVCache, destination: KVCache, pairs: ArrayLike, *, laye
         check_memory(name, cache.kv.sharding)
     sharding = sharding_of_pages(destination.kv, layer)
     from_blocks, to_blocks, layer = _as_blocks(*_on_host(pairs, layer), source, destination)
-    parts = [(from_blocks, to_blocks)]
-    if is_any_pinned:
-        copied = np.flatnonzero(to_blocks < destination.num_blocks)
-        parts = [(from_blocks[part], to_blocks[part]) for part in pinned.parts(copied)]
-
-    def moved(from_blocks: np.ndarray) -> jax.Array:
-        pages = taken_pages(source.kv, from_blocks, layer)
+    with without_mesh():
+        pages = take_jit(source.kv, from_blocks, layer)
         if not has_same_order:
             if shares[0] > 1:
                 pages = jax.device_put(pages, _undivided(sharding))
             pages = _regroup(pages, source.spec, *shares)
-        return jax.device_put(pages, sharding)
-
-    with without_mesh():
-        pages = [(moved(from_blocks), to_blocks) for from_blocks, to_blocks in parts]  # all before anything is donated
-        return dataclasses.replace(destination, kv=with_pages("destination.kv", destination.kv, pages, layer))
+        pages = jax.device_put(pages, sharding)
+        return dataclasses.replace(
+            destination, kv=with_pages("destination.kv", destination.kv, pages, to_blocks, layer)
+        )
 
 
 def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
@@ -181,7 +167,7 @@ def pages_to_host(cache: KVCache, blocks: np.ndarray) -> np.ndarray:
     """
     shares, number = _head_shares(cache), len(blocks)
     padded, _ = _on_host(np.stack([blocks, blocks], axis=1), None)
-    pages = taken_pages(cache.kv, np.maximum(padded[:, 0], 0), None)
+    pages = take_jit(cache.kv, np.maximum(padded[:, 0], 0), None)
     if shares > 1 and not cache.spec.has_head_axis:
         pages = _regroup(jax.device_put(pages, _undivided(cache.kv.sharding)), cache.spec, shares, 1)
     in_bytes = np.ascontiguousarray(np.asarray(pages)[:number]).view(np.uint8)
@@ -206,7 +192,7 @@ def pages_from_host(cache: KVCache, pages: np.ndarray) -> jax.Array:
 def put_pages(what: str, cache: KVCache, pages: jax.Array, blocks: np.ndarray) -> KVCache:
     """Writes pages of `pages_from_host` into int32 blocks, not padded, of the cache named `what`, which it donates."""
     to_blocks = np.pad(blocks, (0, len(pages) - len(blocks)), constant_values=cache.num_blocks)
-    return dataclasses.replace(cache, kv=with_pages(f"{what}.kv", cache.kv, [(pages, to_blocks)], None))
+    return dataclasses.replace(cache, kv=with_pages(f"{what}.kv", cache.kv, pages, to_blocks, None))
 
 
 def _check_pairs(pairs: Any, source: KVCache, destination: KVCache) -> None:
@@ -370,43 +356,25 @@ def _index(blocks: ArrayLike, layer: ArrayLike | None) -> Any:
     return blocks if layer is None else (blocks, layer)
 
 
-_take_jit, _take_pinned_jit = jax.jit(take), jax.jit(pinned.take, compiler_options=pinned.COMPILER_OPTIONS)
-_put_jit = jax.jit(put, donate_argnums=0)
+take_jit, _put_jit = jax.jit(take), jax.jit(put, donate_argnums=0)
 
 
-def taken_pages(kv: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
-    """Returns pages as integers in device memory, from whichever memory the cache's array is in."""
-    return (_take_pinned_jit if is_pinned(kv) else _take_jit)(kv, blocks, layer)
-
-
-def with_pages(
-    what: str, kv: jax.Array, parts: Sequence[tuple[jax.Array, np.ndarray]], layer: ArrayLike | None
-) -> jax.Array:
-    """Returns the array `what`, which it donates, in its memory, with pages that `taken_pages` returned."""
-    with _named_views(what, kv):
-        if is_pinned(kv):
-            return pinned.put(kv, parts, layer)
-        for pages, blocks in parts:
-            kv = _put_jit(kv, pages, blocks, layer)
-        return kv
+def with_pages(what: str, kv: jax.Array, pages: jax.Array, blocks: np.ndarray, layer: ArrayLike | None) -> jax.Array:
+    """Returns the array `what`, which it donates, with pages that `take` returned."""
+    with named_views(what):
+        return _put_jit(kv, pages, blocks, layer)
 
 
 @contextlib.contextmanager
-def _named_views(what: str, kv: jax.Array) -> Iterator[None]:
+def named_views(what: str) -> Iterator[None]:
     """Names the cache that a GPU's runtime does not donate, since another library views its memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "external reference" not in str(error):
             raise
-        hint = ""
-        if is_pinned(kv):
-            hint = (
-                ". np.asarray of pinned memory is a view: look at a copy, jax.device_put(kv, jax.memory.Space.Device)"
-            )
         raise KVCacheValueError(
-            f"{what}: got an array that NumPy or another library views, expected one without views, since it is"
-            f" donated{hint}"
+            f"{what}: got an array that NumPy or another library views, expected one without views, since it is donated"
         ) from error
 
 

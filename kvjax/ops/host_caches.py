@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 
 from kvjax.cache import SCALES, KVCache
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError, kind_of
-from kvjax.memory import host_sharding, without_mesh
+from kvjax.memory import host_sharding, without_mesh, zeroed_pages
 from kvjax.ops import host_copies
 from kvjax.ops.arguments import INDEX_DTYPES, check_array, check_cache
-from kvjax.ops.blocks import is_traced, put, sharding_of_pages, take
-from kvjax.ops.host_copies import Copy
-from kvjax.spec import AttentionSpec
+from kvjax.ops.blocks import is_traced, named_views, put, sharding_of_pages, take
+from kvjax.ops.host_copies import HostCopy
+from kvjax.spec import AttentionSpec, as_int
 
 type Pages = tuple[jax.Array, ...]
 """Pages of each cache, as integers, `[num_pages, ...]`."""
@@ -62,13 +62,12 @@ class HostCaches:
         self._kinds = [_Kind.of(each) for each in flat]
         scales = _scales_of(flat)
         self._scales = np.zeros(0, np.float32) if scales is None else np.asarray(scales)
+        self.num_blocks = as_int("num_blocks", num_blocks, least=1)
         self._kv = [
-            KVCache.allocate(
-                each.spec, num_blocks, num_layers=each.num_layers, sharding=host_sharding(each.sharding)
-            ).kv
+            zeroed_pages(each.spec, self.num_blocks, each.num_layers, host_sharding(each.sharding))
             for each in self._kinds
         ]
-        self.num_blocks = len(self._kv[0])
+        self._holds = np.zeros(self.num_blocks, bool)  # which blocks something was stored in
         self._places = tuple(sharding_of_pages(each.kv, None) for each in flat)
         # One thread, so that copies are made in the order of the calls.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-host-caches")
@@ -100,6 +99,7 @@ class HostCaches:
             ]
         if parts:
             self._start(self._move, parts, True, scales)
+            self._holds[host_blocks] = True
 
     def load(self, pairs: ArrayLike) -> Loading:
         """Starts to copy blocks from the host; `Loading.into` writes them to caches.
@@ -108,12 +108,14 @@ class HostCaches:
           pairs: int32 or int64 `[num_pairs, 2]`: block on the host and block of the caches, as `Swaps.from_host`.
 
         Raises:
-          KVCacheValueError: a block on the host that does not exist, a block that is negative or given twice; or an
-            earlier call was given other scales.
+          KVCacheValueError: a block on the host that does not exist or that nothing was stored in; a block that is
+            negative or given twice; or an earlier call was given other scales.
           KVCacheTypeError: no array of integers.
         """
         self._raise_errors()
         blocks, host_blocks = self._sorted(pairs, 0, None)
+        if (empty := host_blocks[~self._holds[host_blocks]]).size:
+            raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
         with without_mesh():
             parts = [(_memory(self._places)(self._pages_like(part)), host_blocks[part]) for part in _parts(len(blocks))]
         started = self._start(self._move, parts, False, None)
@@ -238,11 +240,12 @@ class Loading:
         """
         if self._is_written:
             raise KVCacheValueError("into: got a second call, expected one: the blocks were written before")
+        concurrent.futures.wait([self._started])
         flat = self._host._checked(caches)
+        self._started.result()  # again, if an earlier call raised its error
         _check_blocks(self._blocks, "block", min(each.num_blocks for each in flat))
-        self._started.result()
         kv = tuple(each.kv for each in flat)
-        with without_mesh():
+        with without_mesh(), named_views("caches"):
             for part, pages in zip(_parts(len(self._blocks)), self._parts, strict=True):
                 kv = _put(kv, pages, self._blocks[part])
         self._parts, self._is_written = [], True
@@ -313,7 +316,7 @@ def _put(kvs: tuple[jax.Array, ...], pages: Pages, blocks: jax.Array) -> tuple[j
     return tuple(put(kv, each, blocks, None) for kv, each in zip(kvs, pages, strict=True))
 
 
-def _copies(pages: jax.Array, on_host: jax.Array, host_blocks: np.ndarray, to_host: bool) -> Iterator[Copy]:
+def _copies(pages: jax.Array, on_host: jax.Array, host_blocks: np.ndarray, to_host: bool) -> Iterator[HostCopy]:
     """The copies of a device's pages, one for each run of host blocks, which are in ascending order."""
     size = pages.nbytes // len(host_blocks)
     page, host = pages.unsafe_buffer_pointer(), on_host.unsafe_buffer_pointer()
@@ -321,4 +324,4 @@ def _copies(pages: jax.Array, on_host: jax.Array, host_blocks: np.ndarray, to_ho
     for first, end in itertools.pairwise(firsts):
         sides = page + first * size, host + int(host_blocks[first]) * size
         source, to = sides if to_host else sides[::-1]
-        yield Copy(to, source, (end - first) * size)
+        yield HostCopy(to, source, (end - first) * size)

@@ -13,7 +13,7 @@ _NON_BLOCKING = 1
 """CUDA's flag of a stream that does not wait for the default stream."""
 
 
-class Copy(NamedTuple):
+class HostCopy(NamedTuple):
     """Addresses and a number of bytes."""
 
     to: int
@@ -21,7 +21,7 @@ class Copy(NamedTuple):
     num_bytes: int
 
 
-def make(device: jax.Device, copies: Iterable[Copy]) -> None:
+def make(device: jax.Device, copies: Iterable[HostCopy]) -> None:
     """Makes copies to a device's memory or from it, of which the other side is host memory, and waits for them.
 
     A GPU's copy engines make them, at the full rate of the bus if the host memory is pinned, while kernels run.

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvjax.errors import KVCacheTypeError, KVCacheValueError, UnsupportedError
 from kvjax.memory import check_memory
-from kvjax.ops.blocks import is_traced, sharding_of_pages, taken_pages, with_pages
+from kvjax.ops.blocks import is_traced, sharding_of_pages, take_jit, with_pages
 
 
 def is_states(value: object) -> bool:
@@ -61,7 +61,7 @@ def state_to_host(states: Any, slot: int) -> np.ndarray:
         state: Any = states[slot : slot + 1]
     else:
         with _in_64_bits():
-            state = taken_pages(states, np.array([slot], np.int32), None)
+            state = take_jit(states, np.array([slot], np.int32), None)
     return np.ascontiguousarray(np.asarray(state)).reshape(-1).view(np.uint8)
 
 
@@ -82,7 +82,7 @@ def put_state(what: str, states: Any, state: Any, slot: int) -> Any:
         states[slot : slot + 1] = state
         return states
     with _in_64_bits():
-        return with_pages(what, states, [(state, np.array([slot], np.int32))], None)
+        return with_pages(what, states, state, np.array([slot], np.int32), None)
 
 
 def _in_64_bits() -> AbstractContextManager[None]:

@@ -564,7 +564,7 @@ def check_layers() -> None:
             for got, expected in zip(read(written, layer=layer), read(own), strict=True):
                 assert_same_floats(np.asarray(got), np.asarray(expected))
         pairs = np.array([[1, 6], [6, 2], [-1, 3], [7, 0]], np.int32)
-        host = functools.partial(KVCache.allocate, alone.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        host = functools.partial(KVCache.allocate, alone.spec, NUM_BLOCKS, sharding=jax.devices()[0])
         copied, swapped = copy_blocks(written, pairs), swap_blocks(written, host(num_layers=2), pairs)
         only = swap_blocks(written, host(num_layers=2), pairs, layer=1)
         assert copied.kv.sharding.is_equivalent_to(cache.kv.sharding, cache.kv.ndim)
@@ -703,7 +703,7 @@ def check_scales_of_the_cache() -> None:
                 assert_same_floats(np.asarray(got), np.asarray(wanted))
 
         pairs = np.array([[1, 2]])
-        host = functools.partial(KVCache.allocate, cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        host = functools.partial(KVCache.allocate, cache.spec, NUM_BLOCKS, sharding=jax.devices()[0])
         swapped = swap_blocks(host(**scales), cache, pairs)
         assert swapped.k_scale is cache.k_scale
         with pytest.raises(KVCacheValueError, match=r"destination\.k_scale: got 1\.0, expected "):
@@ -794,16 +794,12 @@ def check_copies() -> None:
         assert copied.kv.sharding.is_equivalent_to(cache.kv.sharding, cache.kv.ndim)
         assert_same_bytes(page_bytes(copied), expected)
 
-        host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+        host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=jax.devices()[0])
         host = swap_blocks(copied, host, np.array([[6, 0], [0, 5]]))
         empty = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=cache.sharding)
         back = swap_blocks(host, empty, np.array([[0, 6], [5, 0]]))
         assert (back.spec, back.sharding) == (cache.spec, cache.sharding)
         assert_same_bytes(page_bytes(back)[[0, 6]], expected[[0, 6]])
-
-
-PINNED_DIVISIONS = "heads", "one device"
-"""Of those between which pages are copied, the ones of caches in pinned host memory too."""
 
 
 def check_copies_between_divisions() -> None:
@@ -816,10 +812,8 @@ def check_copies_between_divisions() -> None:
             "one device": jax.sharding.SingleDeviceSharding(jax.devices()[3]),
             "another mesh": NamedSharding(other_mesh, P("rest", *[None] * (head_axis(spec) - 1), "few")),
         }
-        on_host = {f"{key} on the host": placements[key].with_memory_kind("pinned_host") for key in PINNED_DIVISIONS}
-        placements |= on_host
         if name not in names[:2]:
-            placements = {key: placements[key] for key in ("one device", "both", "another mesh", *on_host)}
+            placements = {key: placements[key] for key in ("one device", "both", "another mesh")}
         # Every number of shares of the heads comes after every other.
         walk = ["one device", *placements, "heads", "one device", "another mesh", "blocks", "heads over both axes"]
         walk = [key for key in walk if key in placements]
@@ -856,7 +850,7 @@ def check_swaps_that_are_refused() -> None:
     with pytest.raises(KVCacheValueError, match=message):
         jax.jit(swap_blocks)(cache, whole, pairs)
     by_hand = KVCache(cache.kv, cache.spec)
-    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=jax.devices()[0])
     with pytest.raises(KVCacheValueError, match="source: got an array of 'nvfp4' divided as"):
         swap_blocks(by_hand, host, pairs)
     with pytest.raises(KVCacheValueError, match="destination: got an array of 'nvfp4' divided as"):
@@ -871,7 +865,7 @@ def check_swaps_outside_the_mesh() -> None:
     """Blocks can be swapped, exported and imported under a mesh that does not include the caches' devices."""
     cache, _, _, _ = small("nvfp4-NHD", "heads")
     states = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), MESH.devices[0, 0])
-    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=kvjax.host_sharding())
+    host = KVCache.allocate(cache.spec, NUM_BLOCKS, sharding=jax.devices()[0])
     exported = kvjax.export_blocks([cache, states], [3, 1], state=1)
     other = jax.make_mesh((1,), ("other",), (AxisType[AXIS_TYPE],), devices=jax.devices()[-1:])
     with jax.set_mesh(other):
