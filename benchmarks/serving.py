@@ -278,6 +278,7 @@ def peers(devices: int) -> llama.Params:
         return {}
     sharding = placed(devices)
     assert sharding is not None
+    assert isinstance(sharding.mesh, jax.sharding.Mesh)
     return {"peers": peer_sum.connect(sharding.mesh, AXIS, PEER_SUM_BYTES)}
 
 
