@@ -137,7 +137,7 @@ def test_gpus_without_the_driver_of_nvidia_are_refused():
 
 
 @pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
-@matrix({"target": HOPPER_AND_BLACKWELL, "num_devices": [2, 4, 8], "element": DTYPES})
+@matrix({"target": HOPPER_AND_BLACKWELL, "num_devices": [2, 4, 8], "element": DTYPES}, whole=True)
 def test_the_kernel_compiles_without_spills(target, num_devices, element):
     """At the largest size, where threads hold most."""
     x = jax.ShapeDtypeStruct((MAX_BYTES // 4096 // jnp.dtype(element).itemsize, 4096), element)
