@@ -266,8 +266,8 @@ def forward(
     The caches are one per layer, one of all layers, or whatever else `attend` takes. Stacked layers (`stacked`) are
     scanned, which needs a cache of all layers. Pass the hidden states of the wanted tokens to `logits`.
 
-    Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`. They sum
-    through `params["peers"]` if that is there (`examples.peer_sum`).
+    Inside `jax.shard_map`, `axis` names the devices that divide a model, and `config` is that of one's `share`. They
+    sum through `params["peers"]` if that is there (`examples.peer_sum`).
 
     `positions [num_tokens]` are those of the tokens in their text, by default in their sequences.
     """

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -17,23 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from support import reference
 from support.helpers import assert_same_bytes, kv_tokens, page_bytes, simple_spec
+from support.programs import run_program
 
 from kvjax import KVCache, KVCacheDType, KVCacheTypeError, KVCacheValueError, reshape_and_cache_flash
-
-PROGRAMS = Path(__file__).parent / "support"
-
-
-def run_program(name: str, *args: str, num_devices: int | None, seconds: int = 500) -> subprocess.Popen[str]:
-    """Starts a program of `support` with so many simulated devices, or with those that there are."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    if num_devices is not None:
-        environment["JAX_PLATFORMS"] = "cpu"
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
-        environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # what is compiled for eight devices runs once
-    # jax.distributed traps what would end a process that waits for another: it is killed.
-    command = ["timeout", "-s", "KILL", str(seconds), sys.executable, "-W", "error", PROGRAMS / name, *args]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
 
 QUICK = "within_shard_map", "layers", "checked_values", "blocks_out_of_range_are_not_read"
 
