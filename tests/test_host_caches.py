@@ -26,7 +26,7 @@ from kvjax import (
     KVCacheValueError,
     UnsupportedError,
 )
-from kvjax.ops import host_copies
+from kvjax.ops import host_caches, host_copies
 
 NVFP4, FP8 = KVCacheDType.NVFP4, KVCacheDType.FP8_E4M3
 NUM_BLOCKS, NUM_HOST_BLOCKS = 16, 12
@@ -45,13 +45,13 @@ class Held:
     """Copies that wait until they are let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.released, make = threading.Event(), host_copies.make
+        self.released, start = threading.Event(), host_copies.start
 
         def waits(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
             assert self.released.wait(60)
-            make(device, copies)
+            start(device, copies)
 
-        monkeypatch.setattr(host_copies, "make", waits)
+        monkeypatch.setattr(host_copies, "start", waits)
 
 
 def of_layers(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
@@ -81,9 +81,14 @@ def made(host: HostCaches, caches: Any, others: Any, num_out: int, num_in: int) 
     return expected
 
 
+@pytest.mark.parametrize("slab", [1, 2, None])
 @pytest.mark.parametrize(("num_out", "num_in"), [(0, 0), (1, 0), (7, 1), (7, 5), (5, 3)])
 @pytest.mark.parametrize("spec", [simple_spec(), simple_spec(NVFP4, layout="HND")], ids=["bfloat16", "nvfp4"])
-def test_any_number_of_blocks_goes_to_the_host_and_back(device, spec, num_out, num_in):
+def test_any_number_of_blocks_goes_to_the_host_and_back(
+    device, spec, num_out, num_in, slab, monkeypatch: pytest.MonkeyPatch
+):
+    if slab:
+        monkeypatch.setattr(host_caches, "SLAB_BYTES", slab * spec.page_size_bytes)
     cache, other = poisoned(spec, NUM_BLOCKS), poisoned(spec, NUM_BLOCKS, seed=1)
     made(poison(HostCaches(cache, NUM_HOST_BLOCKS)), cache, other, num_out, num_in)
 
@@ -149,8 +154,11 @@ def test_caches_are_written_in_place(device):
     assert cache.kv.is_deleted()
 
 
-def test_numbers_of_blocks_share_their_programs(device):
-    cache = jax.device_put(poisoned(simple_spec(block_size=5, head_size=40), NUM_BLOCKS), device)  # of no other test
+@pytest.mark.parametrize("slab", [2, 8])
+def test_numbers_of_blocks_share_their_programs(device, slab, monkeypatch: pytest.MonkeyPatch):
+    spec = simple_spec(block_size=5, head_size=8 * (slab + 3))  # of no other test
+    monkeypatch.setattr(host_caches, "SLAB_BYTES", slab * spec.page_size_bytes)
+    cache = jax.device_put(poisoned(spec, NUM_BLOCKS), device)
     host = HostCaches(cache, NUM_HOST_BLOCKS)
     pairs = np.stack([np.arange(8), np.arange(8)[::-1]], axis=1)
     with compilations() as compiled:
@@ -158,19 +166,19 @@ def test_numbers_of_blocks_share_their_programs(device):
             host.store(cache, pairs[:num_pairs])
             cache = host.load(pairs[:num_pairs, ::-1]).into(cache)
     names = "jit(taken)", "jit(memory)", "jit(_put)"
-    assert {name: compiled.count(name) for name in names} == dict.fromkeys(names, 4), compiled
+    assert {name: compiled.count(name) for name in names} == dict.fromkeys(names, 1), compiled
 
 
 def test_copies_go_to_neighbouring_blocks_at_once(device, monkeypatch: pytest.MonkeyPatch):
     """Of pages of one size, in any order of the pairs."""
-    spec, sizes, make = simple_spec(), [], host_copies.make
+    spec, sizes, start = simple_spec(), [], host_copies.start
 
     def recorded(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
         copies = list(copies)
         sizes.append([each.num_bytes for each in copies])
-        make(device, copies)
+        start(device, copies)
 
-    monkeypatch.setattr(host_copies, "make", recorded)
+    monkeypatch.setattr(host_copies, "start", recorded)
     cache = poisoned(spec, NUM_BLOCKS)
     host = HostCaches(cache, NUM_HOST_BLOCKS)
     host.store(cache, np.array([[0, 5], [1, 4], [2, 9], [7, 6], [4, 1], [8, 0], [9, 2], [3, 8]]))
@@ -187,7 +195,7 @@ def test_a_copy_that_fails_is_reported_and_nothing_is_donated(device, monkeypatc
     def fails(*_: Any) -> None:
         raise RuntimeError("CUDA's driver returned error 700")
 
-    monkeypatch.setattr(host_copies, "make", fails)
+    monkeypatch.setattr(host_copies, "start", fails)
     loading = host.load(np.array([[0, 1]]))
     with pytest.raises(RuntimeError, match="error 700"):
         loading.into(other)

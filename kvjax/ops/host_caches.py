@@ -26,6 +26,13 @@ from kvjax.spec import AttentionSpec, as_int
 type Pages = tuple[jax.Array, ...]
 """Pages of each cache, as integers, `[num_pages, ...]`."""
 
+SLAB_BYTES = 128 << 20
+"""Blocks move in slabs of at most so many bytes, so that programs are compiled for one number of them. The
+rest of one that is not full does not move over the bus."""
+
+_NO_BLOCK = 2**31 - 1
+"""Past the last block of every cache: what is written there is dropped."""
+
 
 class HostCaches:
     """Blocks in the host's memory for those that caches on a device have no room for.
@@ -67,6 +74,8 @@ class HostCaches:
             zeroed_pages(each.spec, self.num_blocks, each.num_layers, host_sharding(each.sharding))
             for each in self._kinds
         ]
+        fitting = max(SLAB_BYTES * self.num_blocks // sum(kv.nbytes for kv in self._kv), 1)
+        self._slab = 1 << min(fitting.bit_length() - 1, (self.num_blocks - 1).bit_length())
         self._holds = np.zeros(self.num_blocks, bool)  # which blocks something was stored in
         self._places = tuple(sharding_of_pages(each.kv, None) for each in flat)
         # One thread, so that copies are made in the order of the calls.
@@ -93,12 +102,10 @@ class HostCaches:
         blocks, host_blocks = self._sorted(pairs, 1, min(each.num_blocks for each in caches))
         scales = _scales_of(caches)
         with without_mesh():
-            parts = [
-                (_take(self._places)(tuple(each.kv for each in caches), blocks[part]), host_blocks[part])
-                for part in _parts(len(blocks))
-            ]
-        if parts:
-            self._start(self._move, parts, True, scales)
+            taken, kvs = _take(self._places), tuple(each.kv for each in caches)
+            slabs = [taken(kvs, each) for each in self._slabs(blocks, 0)]
+        if slabs:
+            self._start(self._move, slabs, host_blocks, True, scales)
             self._holds[host_blocks] = True
 
     def load(self, pairs: ArrayLike) -> Loading:
@@ -117,9 +124,9 @@ class HostCaches:
         if (empty := host_blocks[~self._holds[host_blocks]]).size:
             raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
         with without_mesh():
-            parts = [(_memory(self._places)(self._pages_like(part)), host_blocks[part]) for part in _parts(len(blocks))]
-        started = self._start(self._move, parts, False, None)
-        return Loading(self, blocks, [pages for pages, _ in parts], started)
+            memory, like = _memory(self._places), self._slab_like
+            slabs = [memory(like) for _ in self._slabs(blocks, 0)]
+        return Loading(self, blocks, slabs, self._start(self._move, slabs, host_blocks, False, None))
 
     def wait(self) -> None:
         """Waits until all copies are made.
@@ -130,10 +137,16 @@ class HostCaches:
         concurrent.futures.wait(self._unchecked)
         self._raise_errors()
 
-    def _pages_like(self, part: slice) -> tuple[jax.ShapeDtypeStruct, ...]:
-        shapes = [(part.stop - part.start, *kv.shape[1:]) for kv in self._kv]
+    @property
+    def _slab_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        shapes = [(self._slab, *kv.shape[1:]) for kv in self._kv]
         dtypes = [f"uint{8 * kv.dtype.itemsize}" for kv in self._kv]
         return tuple(map(jax.ShapeDtypeStruct, shapes, dtypes))
+
+    def _slabs(self, blocks: np.ndarray, padding: int) -> Iterator[np.ndarray]:
+        """Divides blocks into those of slabs, of which the last is padded."""
+        padded = np.pad(blocks, (0, -len(blocks) % self._slab), constant_values=padding)
+        return iter(padded.reshape(-1, self._slab))
 
     def _checked(self, caches: Any) -> list[KVCache]:
         """Returns the caches of a call, which are like the first ones."""
@@ -174,17 +187,21 @@ class HostCaches:
         for each in ended:
             each.result()
 
-    def _move(self, parts: Sequence[tuple[Pages, np.ndarray]], to_host: bool, scales: jax.Array | None) -> None:
-        """Copies pages to host blocks or from them, in a thread that waits for the programs that make the pages."""
+    def _move(self, slabs: Sequence[Pages], host_blocks: np.ndarray, to_host: bool, scales: jax.Array | None) -> None:
+        """Copies slabs to host blocks or from them, in a thread that waits for the programs that make the slabs."""
         if scales is not None:
             self._check_scales(scales)
-        for pages, host_blocks in parts:
-            for kv, of_cache in zip(self._kv, pages, strict=True):
-                of_cache.block_until_ready()
+        devices: set[jax.Device] = set()
+        for first, slab in zip(range(0, len(host_blocks), self._slab), slabs, strict=True):
+            for kv, pages in zip(self._kv, slab, strict=True):
+                pages.block_until_ready()
                 on_host = {shard.device: shard.data for shard in kv.addressable_shards}
-                for shard in of_cache.addressable_shards:
-                    copies = _copies(shard.data, on_host[shard.device], host_blocks, to_host)
-                    host_copies.make(shard.device, copies)
+                for shard in pages.addressable_shards:
+                    numbers = host_blocks[first : first + self._slab]
+                    host_copies.start(shard.device, _copies(shard.data, on_host[shard.device], numbers, to_host))
+                    devices.add(shard.device)
+        for device in devices:
+            host_copies.wait(device)
 
     def _check_scales(self, scales: jax.Array) -> None:
         got = np.asarray(scales)
@@ -221,9 +238,9 @@ class Loading:
     """Blocks on their way from the host, which `HostCaches.load` returns."""
 
     def __init__(
-        self, host: HostCaches, blocks: np.ndarray, parts: list[Pages], started: concurrent.futures.Future[None]
+        self, host: HostCaches, blocks: np.ndarray, slabs: list[Pages], started: concurrent.futures.Future[None]
     ) -> None:
-        self._host, self._blocks, self._parts, self._started = host, blocks, parts, started
+        self._host, self._blocks, self._slabs, self._started = host, blocks, slabs, started
         self._is_written = False
 
     def is_ready(self) -> bool:
@@ -246,9 +263,9 @@ class Loading:
         _check_blocks(self._blocks, "block", min(each.num_blocks for each in flat))
         kv = tuple(each.kv for each in flat)
         with without_mesh(), named_views("caches"):
-            for part, pages in zip(_parts(len(self._blocks)), self._parts, strict=True):
-                kv = _put(kv, pages, self._blocks[part])
-        self._parts, self._is_written = [], True
+            for slab, blocks in zip(self._slabs, self._host._slabs(self._blocks, _NO_BLOCK), strict=True):
+                kv = _put(kv, slab, blocks)
+        self._slabs, self._is_written = [], True
         if (scales := _scales_of(flat)) is not None:
             self._host._start(self._host._check_scales, scales)
         written = [dataclasses.replace(cache, kv=each) for cache, each in zip(flat, kv, strict=True)]
@@ -269,14 +286,6 @@ def _check_blocks(blocks: np.ndarray, what: str, number: int | None) -> None:
     if outside.any():
         expected = "at least 0" if number is None else f"from 0 to {number - 1}"
         raise KVCacheValueError(f"pairs: got {what} {blocks[outside][0]}, expected {expected}")
-
-
-def _parts(number: int) -> Iterator[slice]:
-    """Divides so many pages into powers of two, largest first: few numbers are compiled, and no padding moves."""
-    first = 0
-    while size := (1 << (number - first).bit_length()) // 2:
-        yield slice(first, first + size)
-        first += size
 
 
 def _scales_of(caches: Sequence[KVCache]) -> jax.Array | None:
@@ -317,8 +326,8 @@ def _put(kvs: tuple[jax.Array, ...], pages: Pages, blocks: jax.Array) -> tuple[j
 
 
 def _copies(pages: jax.Array, on_host: jax.Array, host_blocks: np.ndarray, to_host: bool) -> Iterator[HostCopy]:
-    """The copies of a device's pages, one for each run of host blocks, which are in ascending order."""
-    size = pages.nbytes // len(host_blocks)
+    """The copies of a device's first pages, one for each run of host blocks, which are in ascending order."""
+    size = pages.nbytes // len(pages)
     page, host = pages.unsafe_buffer_pointer(), on_host.unsafe_buffer_pointer()
     firsts = [0, *(np.flatnonzero(np.diff(host_blocks) != 1) + 1).tolist(), len(host_blocks)]
     for first, end in itertools.pairwise(firsts):

@@ -21,8 +21,8 @@ class HostCopy(NamedTuple):
     num_bytes: int
 
 
-def make(device: jax.Device, copies: Iterable[HostCopy]) -> None:
-    """Makes copies to a device's memory or from it, of which the other side is host memory, and waits for them.
+def start(device: jax.Device, copies: Iterable[HostCopy]) -> None:
+    """Starts copies to a device's memory or from it, of which the other side is host memory.
 
     A GPU's copy engines make them, at the full rate of the bus if the host memory is pinned, while kernels run.
 
@@ -37,7 +37,13 @@ def make(device: jax.Device, copies: Iterable[HostCopy]) -> None:
     for each in copies:
         to, source = ctypes.c_uint64(each.to), ctypes.c_uint64(each.source)
         _check(driver.cuMemcpyAsync(to, source, ctypes.c_size_t(each.num_bytes), stream))
-    _check(driver.cuStreamSynchronize(stream))
+
+
+def wait(device: jax.Device) -> None:
+    """Waits until a device's copies are made; raises as `start` does."""
+    if device.platform != "cpu":
+        driver, stream = _stream(device.local_hardware_id)
+        _check(driver.cuStreamSynchronize(stream))
 
 
 def _stream(ordinal: int | None) -> tuple[Any, ctypes.c_void_p]:
