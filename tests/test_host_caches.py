@@ -94,9 +94,10 @@ def test_any_number_of_blocks_goes_to_the_host_and_back(
 
 
 def test_all_layers_of_caches_of_several_kinds_move_together(device):
-    specs = {"first": simple_spec(), "second": simple_spec(FP8)}
-    caches: Any = {name: poisoned(spec, NUM_BLOCKS) for name, spec in specs.items()}
-    others: Any = {name: poisoned(spec, NUM_BLOCKS, seed=1) for name, spec in specs.items()}
+    """Two are of one shape."""
+    specs = {"first": simple_spec(), "second": simple_spec(FP8), "again": simple_spec()}
+    caches: Any = {name: poisoned(spec, NUM_BLOCKS, 10 + i) for i, (name, spec) in enumerate(specs.items())}
+    others: Any = {name: poisoned(spec, NUM_BLOCKS, 20 + i) for i, (name, spec) in enumerate(specs.items())}
     caches["third"], others["third"] = (of_layers(simple_spec(NVFP4), NUM_BLOCKS, seed) for seed in (3, 9))
     made(poison(HostCaches(caches, NUM_HOST_BLOCKS)), caches, others, 7, 5)
 
