@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.helpers import compilations, poison
+from support.helpers import HeldCopies, compilations, poison
 
 import kvjax
 from examples import llama
@@ -179,6 +179,30 @@ def test_twice_the_users_that_fit_wait_on_the_host_and_get_their_tokens():
     assert engine.num_recomputed == 0
     assert sum(calls) == sum(calls_of_all) == 4 * (USER_PROMPT + USER_NEW - 1) + 1 + USER_NEW - 1
     assert len(calls) > len(calls_of_all)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_others_go_on_while_blocks_come_from_the_host_but_for_those_that_share_them(
+    shares: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """One that is submitted after them waits if it has the same prefix, which their blocks do not hold yet."""
+    engine, found, _ = served_users(2 * BLOCKS_OF_USER, 4 * BLOCKS_OF_USER)
+    rng = np.random.default_rng(1)
+    users = [rng.integers(0, CONFIG.vocab_size, USER_PROMPT).tolist() for _ in range(4)]
+    other = engine.submit([3, 1, 4], 9)
+    engine.step()
+    held = HeldCopies(monkeypatch)
+    texts = [[*users[i], *found[i]] for i in (1, 1 if shares else 2)]
+    waiting = [engine.submit(text[:-1], 1) for text in texts]
+    while not other.is_done:
+        engine.step()
+    loading = [request for request in engine._running if request.loading is not None]
+    assert loading[0] is waiting[0]
+    assert not any(request.generated for request in waiting)
+    held.released.set()
+    while not engine.is_idle:
+        engine.step()
+    assert [request.generated for request in waiting] == [text[-1:] for text in texts]
 
 
 @pytest.mark.parametrize(("num_host_blocks", "num_recomputed"), [pytest.param(1, 2, marks=pytest.mark.full), (6, 1)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.helpers import assert_same_bytes, compilations, kv_tokens, page_bytes, poison, poisoned, simple_spec
+from support.helpers import (
+    HeldCopies,
+    assert_same_bytes,
+    compilations,
+    kv_tokens,
+    page_bytes,
+    poison,
+    poisoned,
+    simple_spec,
+)
 
 import kvjax
 from kvjax import (
@@ -39,19 +47,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
     device = jax.local_devices(backend=request.param)[0]
     with jax.default_device(device):
         yield device
-
-
-class Held:
-    """Copies that wait until they are let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.released, start = threading.Event(), host_copies.start
-
-        def waits(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
-            assert self.released.wait(60)
-            start(device, copies)
-
-        monkeypatch.setattr(host_copies, "start", waits)
 
 
 def of_layers(spec: AttentionSpec, num_blocks: int, seed: int) -> KVCache:
@@ -113,7 +108,7 @@ def test_caches_on_a_mesh_of_one_device_move(device, axes, axis_type):
 def test_a_step_may_write_blocks_again_before_they_have_left(device, monkeypatch: pytest.MonkeyPatch):
     """It also may be given the caches for good, scales included."""
     spec = simple_spec(FP8)
-    held, cache = Held(monkeypatch), KVCache.allocate(spec, 4, k_scale=0.5)
+    held, cache = HeldCopies(monkeypatch), KVCache.allocate(spec, 4, k_scale=0.5)
     cache = dataclasses.replace(cache, kv=poisoned(spec, 4).kv)
     before, host = page_bytes(cache), poison(HostCaches(cache, 4))
     host.store(cache, np.array([[1, 2], [3, 0]]))
@@ -130,7 +125,7 @@ def test_a_step_may_write_blocks_again_before_they_have_left(device, monkeypatch
 
 
 def test_calls_see_what_those_before_them_have_copied_and_nothing_later(device, monkeypatch: pytest.MonkeyPatch):
-    spec, held = simple_spec(), Held(monkeypatch)
+    spec, held = simple_spec(), HeldCopies(monkeypatch)
     first, second = poisoned(spec, 4), poisoned(spec, 4, seed=1)
     host = poison(HostCaches(first, 1))
     loads = []
@@ -204,6 +199,34 @@ def test_a_copy_that_fails_is_reported_and_nothing_is_donated(device, monkeypatc
     host.store(cache, np.array([[0, 0]]))
     with pytest.raises(RuntimeError, match="error 700"):
         host.wait()
+    with pytest.raises(KVCacheValueError, match="pairs: got host block 0, expected one that something was stored in"):
+        host.load(np.array([[0, 1]]))
+
+
+def test_blocks_that_were_not_stored_after_all_are_not_loaded(device, monkeypatch: pytest.MonkeyPatch):
+    """Both calls were made before the copies failed."""
+    cache, other, start = poisoned(simple_spec(), 4), poisoned(simple_spec(), 4, seed=1), host_copies.start
+    host, numbers = poison(HostCaches(cache, 4)), iter(range(9))
+
+    def fails_once(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
+        if next(numbers) == 0:
+            raise RuntimeError("CUDA's driver returned error 700")
+        start(device, copies)
+
+    monkeypatch.setattr(host_copies, "start", fails_once)
+    held = HeldCopies(monkeypatch)
+    host.store(cache, np.array([[0, 0]]))
+    first = host.load(np.array([[0, 1]]))
+    host.store(cache, np.array([[2, 0]]))
+    second = host.load(np.array([[0, 1]]))
+    held.released.set()
+    with pytest.raises(RuntimeError, match="error 700"):
+        first.into(other)
+    for _ in range(2):
+        with pytest.raises(KVCacheValueError, match="pairs: got host block 0, expected one that something was stored"):
+            first.into(other)
+    written = page_bytes(second.into(other))
+    assert_same_bytes(written[1], page_bytes(cache)[2])
 
 
 def test_blocks_of_other_scales_are_refused_by_the_next_call(device):

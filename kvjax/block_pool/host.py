@@ -21,11 +21,11 @@ NO_STATE = -1
 
 
 class Swaps(NamedTuple):
-    """Copies to make before the next step, in this order; each int32 `[num_pairs, 2]`, (from, to).
+    """Copies to start before the next step, in this order; each int32 `[num_pairs, 2]`, (from, to).
 
     Attributes:
-      to_host: pairs of a device's block and a host's, for `swap_blocks(cache, host_cache, pairs)`.
-      from_host: pairs of a host's block and a device's, for `swap_blocks(host_cache, cache, pairs)`.
+      to_host: pairs of a device's block and a host's, for `HostCaches.store`.
+      from_host: pairs of a host's block and a device's, for `HostCaches.load`.
       states_to_host: the same of state slots.
       states_from_host: the same of state slots.
       state_copies: pairs of two state slots of the device, for forks that grew. Read all before the first is written.

@@ -113,7 +113,7 @@ def export_blocks(
     Raises:
       KVCacheValueError, KVCacheTypeError: a block that a cache does not have, a slot that an array of states does not
         have, invalid hashes, or no caches.
-      UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
+      UnsupportedError: a cache in memory other than its device's default, or of which other processes hold a part.
     """
     found = _as_parts(caches, state, is_written=False)
     numbers = _as_blocks(blocks, found, least=0)
@@ -257,7 +257,7 @@ def import_blocks(
       KVCacheValueError: as `open_blocks`; an export that does not fit the caches, naming the first field that differs;
         a block or a slot that a cache does not have, or a repeated block.
       KVCacheTypeError: arguments of another kind.
-      UnsupportedError: a cache in a memory that `swap_blocks` refuses, or of which other processes hold a part.
+      UnsupportedError: a cache in memory other than its device's default, or of which other processes hold a part.
     """
     found = _as_parts(caches, state, is_written=True)
     numbers = _as_blocks(blocks, found, least=-1)

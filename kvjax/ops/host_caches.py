@@ -105,8 +105,8 @@ class HostCaches:
             taken, kvs = _take(self._places), tuple(each.kv for each in caches)
             slabs = [taken(kvs, each) for each in self._slabs(blocks, 0)]
         if slabs:
-            self._start(self._move, slabs, host_blocks, True, scales)
             self._holds[host_blocks] = True
+            self._start(self._store, slabs, host_blocks, scales)
 
     def load(self, pairs: ArrayLike) -> Loading:
         """Starts to copy blocks from the host; `Loading.into` writes them to caches.
@@ -121,12 +121,11 @@ class HostCaches:
         """
         self._raise_errors()
         blocks, host_blocks = self._sorted(pairs, 0, None)
-        if (empty := host_blocks[~self._holds[host_blocks]]).size:
-            raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
+        self._check_held(host_blocks)
         with without_mesh():
             memory, like = _memory(self._places), self._slab_like
             slabs = [memory(like) for _ in self._slabs(blocks, 0)]
-        return Loading(self, blocks, slabs, self._start(self._move, slabs, host_blocks, False, None))
+        return Loading(self, blocks, slabs, self._start(self._load, slabs, host_blocks))
 
     def wait(self) -> None:
         """Waits until all copies are made.
@@ -187,21 +186,39 @@ class HostCaches:
         for each in ended:
             each.result()
 
-    def _move(self, slabs: Sequence[Pages], host_blocks: np.ndarray, to_host: bool, scales: jax.Array | None) -> None:
+    def _check_held(self, host_blocks: np.ndarray) -> None:
+        if (empty := host_blocks[~self._holds[host_blocks]]).size:
+            raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
+
+    def _store(self, slabs: Sequence[Pages], host_blocks: np.ndarray, scales: jax.Array | None) -> None:
+        try:
+            if scales is not None:
+                self._check_scales(scales)
+            self._move(slabs, host_blocks, to_host=True)
+        except BaseException:
+            self._holds[host_blocks] = False
+            raise
+        self._holds[host_blocks] = True  # again, since what was to be stored before may have failed
+
+    def _load(self, slabs: Sequence[Pages], host_blocks: np.ndarray) -> None:
+        self._check_held(host_blocks)  # again, since what was to be stored may have failed
+        self._move(slabs, host_blocks, to_host=False)
+
+    def _move(self, slabs: Sequence[Pages], host_blocks: np.ndarray, *, to_host: bool) -> None:
         """Copies slabs to host blocks or from them, in a thread that waits for the programs that make the slabs."""
-        if scales is not None:
-            self._check_scales(scales)
         devices: set[jax.Device] = set()
-        for first, slab in zip(range(0, len(host_blocks), self._slab), slabs, strict=True):
-            for kv, pages in zip(self._kv, slab, strict=True):
-                pages.block_until_ready()
-                on_host = {shard.device: shard.data for shard in kv.addressable_shards}
-                for shard in pages.addressable_shards:
-                    numbers = host_blocks[first : first + self._slab]
-                    host_copies.start(shard.device, _copies(shard.data, on_host[shard.device], numbers, to_host))
-                    devices.add(shard.device)
-        for device in devices:
-            host_copies.wait(device)
+        try:
+            for first, slab in zip(range(0, len(host_blocks), self._slab), slabs, strict=True):
+                for kv, pages in zip(self._kv, slab, strict=True):
+                    pages.block_until_ready()
+                    on_host = {shard.device: shard.data for shard in kv.addressable_shards}
+                    for shard in pages.addressable_shards:
+                        numbers = host_blocks[first : first + self._slab]
+                        devices.add(shard.device)
+                        host_copies.start(shard.device, _copies(shard.data, on_host[shard.device], numbers, to_host))
+        finally:  # the slabs are freed
+            for device in devices:
+                host_copies.wait(device)
 
     def _check_scales(self, scales: jax.Array) -> None:
         got = np.asarray(scales)

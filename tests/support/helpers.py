@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import kvjax
 from kvjax import STORED_KV_CACHE_DTYPES, AttentionSpec, FullAttentionSpec, HostCaches, KVCache, KVCacheDType
 from kvjax.kernels import codecs
+from kvjax.ops import host_copies
 
 INPUT_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": ml_dtypes.bfloat16}
 SPECIALS = (
@@ -61,6 +63,19 @@ def poisoned(spec: AttentionSpec, num_blocks: int, seed: int = 0) -> KVCache:
     raw = np.random.default_rng(seed).integers(0, 256, count, np.uint8)
     raise_scales(raw.reshape(num_blocks, -1), spec)
     return cache_from_bytes(raw, spec, num_blocks)
+
+
+class HeldCopies:
+    """Copies to the host and from it that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released, start = threading.Event(), host_copies.start
+
+        def waits(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
+            assert self.released.wait(60)
+            start(device, copies)
+
+        monkeypatch.setattr(host_copies, "start", waits)
 
 
 def poison(host: HostCaches) -> HostCaches:
