@@ -188,9 +188,9 @@ class Engine:
                 request.sequence.swap_in()
             else:
                 self._start_prefill(request)
-            request.loading = self._swap()
             queue.popleft()
             self._running.append(request)
+            request.loading = self._swap()
 
     def _reserve(self, batch: Batch) -> Batch:
         """Makes room for a step, if need be without the requests that came last; returns the requests that are left."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +105,9 @@ def test_all_layers_of_caches_of_several_kinds_move_together(device):
 def test_caches_on_a_mesh_of_one_device_move(device, axes, axis_type):
     where = NamedSharding(jax.make_mesh((1,), ("heads",), (axis_type,), devices=[device]), axes)
     cache, other = (jax.device_put(poisoned(simple_spec(), NUM_BLOCKS, seed), where) for seed in (0, 1))
-    made(poison(HostCaches(cache, NUM_HOST_BLOCKS)), cache, other, 7, 5)
+    host = poison(HostCaches(cache, NUM_HOST_BLOCKS))
+    step = jax.jit(lambda cache: dataclasses.replace(cache, kv=cache.kv[::-1]), donate_argnums=0)
+    made(host, step(cache), step(other), 7, 5)  # a step may name the same division in another way
 
 
 def test_a_step_may_write_blocks_again_before_they_have_left(device, monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +205,7 @@ def test_a_copy_that_fails_is_reported_and_nothing_is_donated(device, monkeypatc
     with pytest.raises(RuntimeError, match="error 700"):
         host.wait()
     with pytest.raises(KVCacheValueError, match="pairs: got host block 0, expected one that something was stored in"):
-        host.load(np.array([[0, 1]]))
+        host.load(np.array([[0, 1]])).into(other)
 
 
 def test_blocks_that_were_not_stored_after_all_are_not_loaded(device, monkeypatch: pytest.MonkeyPatch):
@@ -241,8 +246,76 @@ def test_blocks_of_other_scales_are_refused_by_the_next_call(device):
     host.load(np.array([[0, 0]])).into(other)
     with pytest.raises(KVCacheValueError, match=message):
         host.wait()
-    with pytest.raises(KVCacheValueError, match=r"caches\[0\]\.scales: got \(False, False\), expected \(True, False\)"):
+    with pytest.raises(
+        KVCacheValueError, match=r"caches\[0\]\.scale_shapes: got \(None, None\), expected \(\(\), None\)"
+    ):
         host.store(KVCache.allocate(spec, 4), np.array([[0, 0]]))
+
+
+def test_scales_of_heads_are_compared_each_with_its_own(device):
+    """Divided ones too, on a mesh of explicit axes."""
+    mesh = jax.make_mesh((1,), ("heads",), (AxisType.Explicit,), devices=[device])
+    spec, halves = simple_spec(FP8), np.float32([0.5, 0.25])
+    where = NamedSharding(mesh, P(None, None, None, "heads"))
+    cache = KVCache.allocate(spec, 4, sharding=where, k_scale=halves, v_scale=0.5)
+    host, pairs = HostCaches(cache, 4), np.array([[0, 0]])
+    host.store(cache, pairs)
+    host.wait()
+    with pytest.raises(KVCacheValueError, match=r"scale_shapes: got \(\(\), \(2,\)\), expected \(\(2,\), \(\)\)"):
+        host.store(KVCache.allocate(spec, 4, sharding=where, k_scale=0.5, v_scale=halves), pairs)
+    host.store(KVCache.allocate(spec, 4, sharding=where, k_scale=halves[::-1].copy(), v_scale=0.5), pairs)
+    with pytest.raises(KVCacheValueError, match=r"caches: got a scale 0\.25, expected 0\.5"):
+        host.wait()
+
+
+def test_an_error_of_copies_that_end_during_a_call_is_not_lost(device):
+    """They may end at any moment, also between two looks at them."""
+
+    class Ending(concurrent.futures.Future[None]):
+        looks = 0
+
+        def done(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+    host, ending = HostCaches(KVCache.allocate(simple_spec(), 4), 4), Ending()
+    ending.set_exception(RuntimeError("error 700"))
+    host._unchecked.append(ending)
+    host._start_call()
+    with pytest.raises(RuntimeError, match="error 700"):
+        host._start_call()
+
+
+def test_threads_share_the_stream_of_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Each waits for the copies on it."""
+    made = []
+
+    class Driver:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*args: Any) -> int:
+                if name == "cuStreamCreate":
+                    time.sleep(0.05)
+                    made.append(args)
+                return 0
+
+            return call
+
+    monkeypatch.setattr(host_copies.ctypes, "CDLL", lambda _: Driver())
+    host_copies._stream_and_context.cache_clear()
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        streams = {id(stream) for _, stream in threads.map(host_copies._stream, [0] * 4)}
+    host_copies._stream_and_context.cache_clear()
+    assert len(streams) == len(made) == 1
+
+
+def test_other_devices_than_cpus_and_gpus_of_cuda_are_refused(monkeypatch: pytest.MonkeyPatch):
+    def fails(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(host_copies.ctypes, "CDLL", fails)
+    for platform, reason in (("tpu", "it is a tpu"), ("gpu", "libcuda.so.1: cannot open")):
+        with pytest.raises(UnsupportedError, match=f"expected a CPU or CUDA's GPUs: {reason}"):
+            host_copies.check(mock.Mock(platform=platform))
 
 
 CACHE = simple_spec()
@@ -273,7 +346,7 @@ CALLS: dict[str, tuple[Callable[[HostCaches, KVCache], Any], type[Exception], st
         KVCacheValueError,
         "pairs: got host block 1, expected one that something was stored in",
     ),
-    "load negative": (lambda h, _: h.load(np.array([[0, -1]])), KVCacheValueError, "got block -1, expected at least 0"),
+    "load negative": (lambda h, _: h.load(np.array([[0, -1]])), KVCacheValueError, "got block -1, expected from 0 to"),
     "into": (
         lambda h, c: h.load(np.array([[0, 4]])).into(c),
         KVCacheValueError,
@@ -296,7 +369,27 @@ CALLS: dict[str, tuple[Callable[[HostCaches, KVCache], Any], type[Exception], st
     "traced": (
         lambda h, c: jax.jit(lambda c: h.store(c, np.array([[0, 1]])))(c),
         UnsupportedError,
-        "caches: got traced caches, expected a call outside jit",
+        "HostCaches: got a traced call, expected one outside jit",
+    ),
+    "closed over": (
+        lambda h, c: jax.jit(lambda: h.store(c, np.array([[0, 1]])))(),
+        UnsupportedError,
+        "HostCaches: got a traced call, expected one outside jit",
+    ),
+    "differentiated": (
+        lambda h, c: jax.grad(lambda kv: h.store(dataclasses.replace(c, kv=kv), np.array([[0, 1]])) or 0.0)(c.kv),
+        UnsupportedError,
+        "HostCaches: got a traced call, expected one outside jit",
+    ),
+    "wide": (
+        lambda h, c: h.load(np.array([[0, 2**32 + 1]])),
+        KVCacheValueError,
+        f"pairs: got block {2**32 + 1}, expected from 0 to",
+    ),
+    "one cache twice": (
+        lambda _, c: HostCaches([c, c], 2),
+        KVCacheValueError,
+        r"caches\[1\]: got the cache that is caches\[0\], expected another",
     ),
     "no cache": (lambda *_: HostCaches([], 2), KVCacheTypeError, "got a list without a KVCache, expected at least one"),
     "array": (

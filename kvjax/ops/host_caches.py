@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,8 +28,8 @@ type Pages = tuple[jax.Array, ...]
 """Pages of each cache, as integers, `[num_pages, ...]`."""
 
 SLAB_BYTES = 128 << 20
-"""Blocks move in slabs of at most so many bytes, so that programs are compiled for one number of them. The
-rest of one that is not full does not move over the bus."""
+"""Blocks move in slabs of at most so many bytes, so that programs are compiled for one number of them. What is not used
+of a slab does not move over the bus."""
 
 _NO_BLOCK = 2**31 - 1
 """Past the last block of every cache: what is written there is dropped."""
@@ -47,7 +48,7 @@ class HostCaches:
     A page's bytes have meaning only with its cache's scales. All calls must be given caches with those scales that the
     first caches had. Scales are compared when bytes move; the next call raises if they differ.
 
-    Not to be used by several threads at once.
+    Not to be used by several threads at once. Errors of copies that no later call asks for are not reported.
 
     Args:
       caches: a `KVCache`, or a list, tuple or dictionary of those that share block numbers. Only their specs, scales
@@ -59,16 +60,25 @@ class HostCaches:
 
     Raises:
       KVCacheTypeError: something other than caches.
-      KVCacheValueError: a number that is no size.
+      KVCacheValueError: a number that is no size, or one cache given twice.
       KVCacheMemoryError: the host has too little memory.
-      UnsupportedError: caches that are traced, divided by blocks, or in part on devices of other processes.
+      UnsupportedError: a traced call; caches that are divided by blocks, on different devices, in part on devices of
+        other processes, or neither on CPUs nor on CUDA's GPUs.
     """
 
     def __init__(self, caches: Any, num_blocks: int) -> None:
         flat, self._tree = _flat(caches)
         self._kinds = [_Kind.of(each) for each in flat]
-        scales = _scales_of(flat)
-        self._scales = np.zeros(0, np.float32) if scales is None else np.asarray(scales)
+        devices = self._kinds[0].sharding.device_set
+        for number, kind in enumerate(self._kinds):
+            if kind.sharding.device_set != devices:
+                raise UnsupportedError(
+                    f"caches[{number}]: got a cache on {kind.sharding}, expected the devices of caches[0]: make a"
+                    " HostCaches for each"
+                )
+        for device in devices:
+            host_copies.check(device)
+        self._scales = [np.asarray(each) for each in _scales_of(flat)]
         self.num_blocks = as_int("num_blocks", num_blocks, least=1)
         self._kv = [
             zeroed_pages(each.spec, self.num_blocks, each.num_layers, host_sharding(each.sharding))
@@ -76,7 +86,8 @@ class HostCaches:
         ]
         fitting = max(SLAB_BYTES * self.num_blocks // sum(kv.nbytes for kv in self._kv), 1)
         self._slab = 1 << min(fitting.bit_length() - 1, (self.num_blocks - 1).bit_length())
-        self._holds = np.zeros(self.num_blocks, bool)  # which blocks something was stored in
+        self._is_asked = np.zeros(self.num_blocks, bool)  # which blocks `store` was given
+        self._holds = np.zeros(self.num_blocks, bool)  # which blocks hold something; for the thread alone
         self._places = tuple(sharding_of_pages(each.kv, None) for each in flat)
         # One thread, so that copies are made in the order of the calls.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="kvjax-host-caches")
@@ -86,7 +97,7 @@ class HostCaches:
         """Copies blocks of `caches` to the host, as earlier programs leave them.
 
         The blocks may be written again by the next program: the call starts a program that copies them elsewhere on the
-        device first, which takes memory of their size until they are on the host.
+        device first, to slabs of up to 128 MiB that are free again when their blocks are on the host.
 
         Args:
           caches: as those of `HostCaches(caches, ...)`, with any number of blocks.
@@ -105,11 +116,13 @@ class HostCaches:
             taken, kvs = _take(self._places), tuple(each.kv for each in caches)
             slabs = [taken(kvs, each) for each in self._slabs(blocks, 0)]
         if slabs:
-            self._holds[host_blocks] = True
+            self._is_asked[host_blocks] = True
             self._start(self._store, slabs, host_blocks, scales)
 
     def load(self, pairs: ArrayLike) -> Loading:
         """Starts to copy blocks from the host; `Loading.into` writes them to caches.
+
+        Until then they are in slabs of up to 128 MiB on the device.
 
         Args:
           pairs: int32 or int64 `[num_pairs, 2]`: block on the host and block of the caches, as `Swaps.from_host`.
@@ -118,10 +131,11 @@ class HostCaches:
           KVCacheValueError: a block on the host that does not exist or that nothing was stored in; a block that is
             negative or given twice; or an earlier call was given other scales.
           KVCacheTypeError: no array of integers.
+          UnsupportedError: a traced call.
         """
-        self._raise_errors()
-        blocks, host_blocks = self._sorted(pairs, 0, None)
-        self._check_held(host_blocks)
+        self._start_call()
+        blocks, host_blocks = self._sorted(pairs, 0, _NO_BLOCK)
+        _check_held(self._is_asked, host_blocks)
         with without_mesh():
             memory, like = _memory(self._places), self._slab_like
             slabs = [memory(like) for _ in self._slabs(blocks, 0)]
@@ -134,7 +148,7 @@ class HostCaches:
           KVCacheValueError: an earlier call was given other scales.
         """
         concurrent.futures.wait(self._unchecked)
-        self._raise_errors()
+        self._start_call()
 
     @property
     def _slab_like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -149,19 +163,22 @@ class HostCaches:
 
     def _checked(self, caches: Any) -> list[KVCache]:
         """Returns the caches of a call, which are like the first ones."""
-        self._raise_errors()
+        self._start_call()
         flat, tree = _flat(caches)
         if tree != self._tree:
             raise KVCacheValueError(f"caches: got {tree}, expected {self._tree}, as HostCaches was given")
         for number, (cache, expected) in enumerate(zip(flat, self._kinds, strict=True)):
-            for what, got, wanted in zip(_Kind._fields, _Kind.of(cache), expected, strict=True):
+            kind = _Kind.of(cache)
+            if kind.sharding.is_equivalent_to(expected.sharding, cache.kv.ndim):
+                kind = kind._replace(sharding=expected.sharding)
+            for what, got, wanted in zip(_Kind._fields, kind, expected, strict=True):
                 if got != wanted:
                     raise KVCacheValueError(
                         f"caches[{number}].{what}: got {got}, expected {wanted}, as HostCaches was given"
                     )
         return flat
 
-    def _sorted(self, pairs: Any, host_side: int, num_blocks: int | None) -> tuple[np.ndarray, np.ndarray]:
+    def _sorted(self, pairs: Any, host_side: int, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the caches' blocks and the host's of checked pairs, in the order of the latter: they move in runs."""
         check_array("pairs", pairs, [("num_pairs", None), ("blocks", 2)], INDEX_DTYPES)
         pairs = np.asarray(pairs)
@@ -179,54 +196,46 @@ class HostCaches:
         self._unchecked.append(started)
         return started
 
-    def _raise_errors(self) -> None:
-        """Raises the first error of copies that have ended."""
-        ended = [each for each in self._unchecked if each.done()]
-        self._unchecked = [each for each in self._unchecked if not each.done()]
-        for each in ended:
-            each.result()
+    def _start_call(self) -> None:
+        """Raises the first error of copies that have ended, and refuses traced calls."""
+        _refuse_tracing()
+        ended = {each for each in self._unchecked if each.done()}
+        first = next((each for each in self._unchecked if each in ended and each.exception()), None)
+        self._unchecked = [each for each in self._unchecked if each not in ended]
+        if first is not None:
+            first.result()
 
-    def _check_held(self, host_blocks: np.ndarray) -> None:
-        if (empty := host_blocks[~self._holds[host_blocks]]).size:
-            raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
-
-    def _store(self, slabs: Sequence[Pages], host_blocks: np.ndarray, scales: jax.Array | None) -> None:
-        try:
-            if scales is not None:
-                self._check_scales(scales)
-            self._move(slabs, host_blocks, to_host=True)
-        except BaseException:
-            self._holds[host_blocks] = False
-            raise
-        self._holds[host_blocks] = True  # again, since what was to be stored before may have failed
+    def _store(self, slabs: Sequence[Pages], host_blocks: np.ndarray, scales: Sequence[jax.Array]) -> None:
+        self._holds[host_blocks] = False
+        self._check_scales(scales)
+        self._move(slabs, host_blocks, to_host=True)
+        self._holds[host_blocks] = True
 
     def _load(self, slabs: Sequence[Pages], host_blocks: np.ndarray) -> None:
-        self._check_held(host_blocks)  # again, since what was to be stored may have failed
+        _check_held(self._holds, host_blocks)  # what was to be stored may have failed
         self._move(slabs, host_blocks, to_host=False)
 
     def _move(self, slabs: Sequence[Pages], host_blocks: np.ndarray, *, to_host: bool) -> None:
         """Copies slabs to host blocks or from them, in a thread that waits for the programs that make the slabs."""
-        devices: set[jax.Device] = set()
-        try:
+        with contextlib.ExitStack() as ends:  # whatever fails: the slabs are freed then
+            for device in self._kinds[0].sharding.device_set:
+                ends.callback(host_copies.wait, device)
             for first, slab in zip(range(0, len(host_blocks), self._slab), slabs, strict=True):
+                numbers = host_blocks[first : first + self._slab]
                 for kv, pages in zip(self._kv, slab, strict=True):
                     pages.block_until_ready()
                     on_host = {shard.device: shard.data for shard in kv.addressable_shards}
                     for shard in pages.addressable_shards:
-                        numbers = host_blocks[first : first + self._slab]
-                        devices.add(shard.device)
                         host_copies.start(shard.device, _copies(shard.data, on_host[shard.device], numbers, to_host))
-        finally:  # the slabs are freed
-            for device in devices:
-                host_copies.wait(device)
 
-    def _check_scales(self, scales: jax.Array) -> None:
-        got = np.asarray(scales)
-        if (differ := np.flatnonzero(got != self._scales)).size:
-            raise KVCacheValueError(
-                f"caches: got a scale {got[differ[0]]}, expected {self._scales[differ[0]]}, with which HostCaches was"
-                " made: blocks of one scale are not those of another"
-            )
+    def _check_scales(self, scales: Sequence[jax.Array]) -> None:
+        for scale, expected in zip(scales, self._scales, strict=True):
+            if (differ := np.flatnonzero((got := np.asarray(scale)) != expected)).size:
+                at = differ[0]
+                raise KVCacheValueError(
+                    f"caches: got a scale {got.reshape(-1)[at]}, expected {expected.reshape(-1)[at]}, with which"
+                    " HostCaches was made: blocks of one scale are not those of another"
+                )
 
 
 class _Kind(NamedTuple):
@@ -235,20 +244,19 @@ class _Kind(NamedTuple):
     spec: AttentionSpec
     num_layers: int | None
     sharding: jax.sharding.Sharding
-    scales: tuple[bool, ...]
+    scale_shapes: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def of(cls, cache: KVCache) -> _Kind:
         """Raises `UnsupportedError` for a cache that is not copied."""
         kv = cache.kv
-        if is_traced(kv):
-            raise UnsupportedError("caches: got traced caches, expected a call outside jit")
         if not kv.is_fully_addressable:
             raise UnsupportedError(f"caches: got a cache on {kv.sharding}, expected one on devices of this process")
         if kv.sharding.shard_shape(kv.shape)[0] != kv.shape[0]:
             raise UnsupportedError(f"caches: got a cache on {kv.sharding}, expected blocks that are not divided")
-        scales = tuple(getattr(cache, name) is not None for name in SCALES)
-        return cls(cache.spec, cache.num_layers, kv.sharding, scales)
+        scales = (getattr(cache, name) for name in SCALES)
+        shapes = tuple(None if each is None else each.shape for each in scales)
+        return cls(cache.spec, cache.num_layers, kv.sharding, shapes)
 
 
 class Loading:
@@ -269,7 +277,7 @@ class Loading:
 
         Raises:
           KVCacheValueError: caches of another kind; a block that they do not have; or blocks that were written before.
-            Nothing is donated.
+            Nothing is donated then, nor if copies have failed; but if a device fails while it writes.
           KVCacheTypeError, UnsupportedError: as for `HostCaches`.
         """
         if self._is_written:
@@ -278,12 +286,12 @@ class Loading:
         flat = self._host._checked(caches)
         self._started.result()  # again, if an earlier call raised its error
         _check_blocks(self._blocks, "block", min(each.num_blocks for each in flat))
-        kv = tuple(each.kv for each in flat)
+        kv, scales = tuple(each.kv for each in flat), _scales_of(flat)
         with without_mesh(), named_views("caches"):
             for slab, blocks in zip(self._slabs, self._host._slabs(self._blocks, _NO_BLOCK), strict=True):
                 kv = _put(kv, slab, blocks)
         self._slabs, self._is_written = [], True
-        if (scales := _scales_of(flat)) is not None:
+        if scales:
             self._host._start(self._host._check_scales, scales)
         written = [dataclasses.replace(cache, kv=each) for cache, each in zip(flat, kv, strict=True)]
         return jax.tree.unflatten(self._host._tree, written)
@@ -293,28 +301,40 @@ def _flat(caches: Any) -> tuple[list[KVCache], Any]:
     flat, tree = jax.tree.flatten(caches, is_leaf=lambda each: isinstance(each, KVCache))
     if not flat:
         raise KVCacheTypeError(f"caches: got {kind_of(caches)} without a KVCache, expected at least one")
+    first: dict[int, int] = {}
     for number, each in enumerate(flat):
         check_cache(each, f"caches[{number}]")
+        _refuse_tracing(each.kv)
+        if (same := first.setdefault(id(each.kv), number)) != number:
+            raise KVCacheValueError(f"caches[{number}]: got the cache that is caches[{same}], expected another")
     return flat, tree
 
 
-def _check_blocks(blocks: np.ndarray, what: str, number: int | None) -> None:
-    outside = (blocks < 0) if number is None else (blocks < 0) | (blocks >= number)
-    if outside.any():
-        expected = "at least 0" if number is None else f"from 0 to {number - 1}"
-        raise KVCacheValueError(f"pairs: got {what} {blocks[outside][0]}, expected {expected}")
+def _refuse_tracing(*arrays: jax.Array) -> None:
+    if is_traced(jax.lax.full((), 0), *arrays):  # the former inside jit, whatever the arrays are
+        raise UnsupportedError("HostCaches: got a traced call, expected one outside jit")
 
 
-def _scales_of(caches: Sequence[KVCache]) -> jax.Array | None:
-    """Returns all scales in one array of its own: a step that follows may donate the caches' arrays."""
-    scales = [each for cache in caches for name in SCALES if (each := getattr(cache, name)) is not None]
+def _check_held(holds: np.ndarray, host_blocks: np.ndarray) -> None:
+    if (empty := host_blocks[~holds[host_blocks]]).size:
+        raise KVCacheValueError(f"pairs: got host block {empty[0]}, expected one that something was stored in")
+
+
+def _check_blocks(blocks: np.ndarray, what: str, number: int) -> None:
+    if (outside := blocks[(blocks < 0) | (blocks >= number)]).size:
+        raise KVCacheValueError(f"pairs: got {what} {outside[0]}, expected from 0 to {number - 1}")
+
+
+def _scales_of(caches: Sequence[KVCache]) -> tuple[jax.Array, ...]:
+    """Returns the scales in arrays of their own: a step that follows may donate the caches'."""
+    scales = tuple(each for cache in caches for name in SCALES if (each := getattr(cache, name)) is not None)
     with without_mesh():
-        return _concatenated(scales) if scales else None
+        return _copied(scales) if scales else ()
 
 
 @jax.jit
-def _concatenated(scales: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate([each.astype(jnp.float32).reshape(-1) for each in scales])
+def _copied(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.copy, arrays))
 
 
 @functools.cache

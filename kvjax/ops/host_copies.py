@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+
+from kvjax.errors import UnsupportedError
+
+DRIVER = "libcuda.so.1"
+
+_lock = threading.Lock()
 
 _NON_BLOCKING = 1
 """CUDA's flag of a stream that does not wait for the default stream."""
@@ -19,6 +26,18 @@ class HostCopy(NamedTuple):
     to: int
     source: int
     num_bytes: int
+
+
+def check(device: jax.Device) -> None:
+    """Raises `UnsupportedError` for a device that is neither a CPU nor a GPU with CUDA's driver."""
+    if device.platform == "cpu":
+        return
+    try:
+        if device.platform != "gpu":
+            raise OSError(f"it is a {device.platform}")
+        ctypes.CDLL(DRIVER)
+    except OSError as error:
+        raise UnsupportedError(f"caches: got caches on {device}, expected a CPU or CUDA's GPUs: {error}") from error
 
 
 def start(device: jax.Device, copies: Iterable[HostCopy]) -> None:
@@ -48,14 +67,15 @@ def wait(device: jax.Device) -> None:
 
 def _stream(ordinal: int | None) -> tuple[Any, ctypes.c_void_p]:
     """Returns CUDA's driver with a GPU's context set in this thread, and a stream there."""
-    driver, context, stream = _stream_and_context(ordinal)
+    with _lock:  # each GPU has one stream, which `wait` waits for
+        driver, context, stream = _stream_and_context(ordinal)
     _check(driver.cuCtxSetCurrent(context))
     return driver, stream
 
 
 @functools.cache
 def _stream_and_context(ordinal: int | None) -> tuple[Any, ctypes.c_void_p, ctypes.c_void_p]:
-    driver, context, stream = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+    driver, context, stream = ctypes.CDLL(DRIVER), ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))  # which JAX uses too
     _check(driver.cuCtxSetCurrent(context))
     _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))

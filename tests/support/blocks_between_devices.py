@@ -91,6 +91,8 @@ def main() -> None:
         assert_same_bytes(page_bytes(written), expected)
         assert written.kv.sharding.is_equivalent_to(NamedSharding(mesh, axes), written.kv.ndim)
 
+    with pytest.raises(UnsupportedError, match=r"caches\[1\]: got a cache on .*, expected the devices of caches\[0\]"):
+        kvjax.HostCaches([jax.device_put(poisoned(spec, 4), device) for device in DEVICES[:2]], 3)
     cache = jax.device_put(poisoned(spec, 4), DEVICES[1])
     before = page_bytes(cache)
     key, value = kv_tokens(spec, 2)
