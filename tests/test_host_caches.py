@@ -146,6 +146,51 @@ def test_calls_see_what_those_before_them_have_copied_and_nothing_later(device, 
     assert_same_bytes(page_bytes(written), expected)
 
 
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 40))])
+def test_calls_in_any_order_do_what_numpy_does(device, seed, monkeypatch: pytest.MonkeyPatch):
+    """Beside steps that write to the caches, with copies that take their time."""
+    rng, start = np.random.default_rng(seed), host_copies.start
+    spec = [simple_spec(), simple_spec(NVFP4), simple_spec(FP8, layout="HND")][seed % 3]
+    delays = iter(rng.choice([0, 0, 0.002], size=999))
+
+    def late(device: jax.Device, copies: Iterable[host_copies.HostCopy]) -> None:
+        time.sleep(next(delays))
+        start(device, copies)
+
+    monkeypatch.setattr(host_copies, "start", late)
+    monkeypatch.setattr(host_caches, "SLAB_BYTES", int(rng.choice([1, 2, 64])) * 2 * spec.page_size_bytes)
+    caches = [poisoned(spec, 8, seed), poisoned(spec, 9, seed + 1)]
+    host, stored = poison(HostCaches(caches, 6)), {}
+    model: list[np.ndarray] = [page_bytes(each).copy() for each in caches]
+    loads: list[tuple[Any, np.ndarray, list[list[np.ndarray]]]] = []
+    for _ in range(60):
+        number = rng.integers(0, 5)
+        match rng.choice(["store", "load", "into", "step"]):
+            case "store":
+                pairs = np.stack([rng.integers(0, 8, number), rng.permutation(6)[:number]], axis=1)
+                host.store(caches, pairs)
+                stored |= {to: [each[at].copy() for each in model] for at, to in pairs.tolist()}
+            case "load" if stored:
+                from_ = rng.choice([*stored], number)
+                pairs = np.stack([from_, rng.permutation(8)[:number]], axis=1)
+                loads.append((host.load(pairs), pairs[:, 1], [stored[each] for each in from_.tolist()]))
+            case "into" if loads:
+                loading, blocks, pages = loads.pop(rng.integers(0, len(loads)))
+                caches = loading.into(caches)
+                for block, of_caches in zip(blocks.tolist(), pages, strict=True):
+                    for each, page in zip(model, of_caches, strict=True):
+                        each[block] = page
+            case "step":
+                pairs = rng.integers(0, 8, (2, 2))
+                pairs[1, 1] = (pairs[0, 1] + 1) % 8
+                caches = [kvjax.copy_blocks(each, pairs, donate=True) for each in caches]
+                for each in model:
+                    each[pairs[:, 1]] = each[pairs[:, 0]]
+    host.wait()
+    for cache, expected in zip(caches, model, strict=True):
+        assert_same_bytes(page_bytes(cache), expected)
+
+
 def test_caches_are_written_in_place(device):
     cache = KVCache.allocate(simple_spec(), 4)
     host = HostCaches(cache, 4)
