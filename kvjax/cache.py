@@ -162,8 +162,7 @@ class KVCache:
                 f" of shares in {sharding.spec}"
             )
         declared = divided.sharding(spec)
-        memory = NamedSharding(declared.mesh, declared.spec, memory_kind=sharding.memory_kind)
-        kv = zeroed_pages(spec, num_blocks, num_layers, memory)
+        kv = zeroed_pages(spec, num_blocks, num_layers, declared)
         scales = [None if x is None else jax.device_put(x, divided.scale_sharding(x.ndim)) for x in scales]
         return cls(kv, spec, declared, num_layers, *scales)
 

@@ -42,6 +42,7 @@ from kvjax import (
     copy_blocks,
     swap_blocks,
 )
+from kvjax.ops import blocks as blocks_module
 
 NVFP4 = KVCacheDType.NVFP4
 ARRAYS: dict[str, dict[str, Any]] = {
@@ -437,3 +438,16 @@ def test_blocks_can_be_moved_inside_a_function_that_is_differentiated():
         assert jax.grad(moved)(1.0) == 1.0
         assert swap_blocks(source, destination, np.array([[0, 1]])).num_blocks == 2
         assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+
+
+@pytest.mark.skipif(gpu_compile.why_not() is not None, reason=str(gpu_compile.why_not()))
+@pytest.mark.parametrize("dtype", [KVCacheDType.BFLOAT16, KVCacheDType.NVFP4])
+def test_a_gpu_stores_pages_in_place_without_atomic_operations(dtype):
+    """XLA takes them where indices may repeat: pages from the host came at 76% of a copy's rate, not 88."""
+    spec = simple_spec(dtype)
+    kv = jax.ShapeDtypeStruct(spec.cache_shape(NUM_BLOCKS, 3), spec.array_dtype)
+    pages = jax.ShapeDtypeStruct((4, *kv.shape[1:]), f"uint{8 * kv.dtype.itemsize}")
+    stored = compile_for("h100", blocks_module.put, kv, pages, np.arange(4, dtype=np.int32), None, donate_argnums=0)
+    [scatter] = [line for line in stored.hlo.splitlines() if " scatter(" in line]
+    assert "unique_indices=true" in scatter
+    assert stored.alias_size == stored.output_size

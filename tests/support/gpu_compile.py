@@ -146,7 +146,6 @@ def compile_here(
     donate_argnums: int | Sequence[int] = (),
     disassemble: bool = False,
     change_kernel: Callable[[bytes], bytes] | None = None,
-    compiler_options: dict[str, Any] | None = None,
 ) -> CompiledProgram:
     """What `compile_for` does, in this process; also for functions that cannot be pickled, and with SASS.
 
@@ -168,7 +167,7 @@ def compile_here(
         lowered = jax.jit(function, donate_argnums=donate_argnums).trace(*args).lower(lowering_platforms=("cuda",))
         if change_kernel is not None:
             _change_kernels(lowered.compiler_ir(), change_kernel)
-        compiled = lowered.compile(compiler_options)
+        compiled = lowered.compile()
         output.seek(0)
         dump = output.read()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
