@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
+from gguf import GGUFEndian
 from support.tiny_gguf import HEAD_SIZE, KV_HEADS, LAYERS, WORDS, hugging_face_tensors, write_gguf
 
 import kvjax
@@ -82,11 +83,23 @@ def test_the_tokenizer_merges_splits_digits_and_knows_special_tokens(file):
         ({"pre": "tekken"}, "tokenizer.ggml.pre: got 'tekken', expected one of 'gpt-2', 'smollm'"),
         ({"extra": "rope_freqs.weight"}, "tensor: got 'rope_freqs.weight'"),
         ({"extra": "blk.0.attn_q.bias"}, "tensor: got 'blk.0.attn_q.bias'"),
+        ({"fields": {"llama.rope.scaling.factor": 4.0}}, r"llama.rope.scaling.factor: got 4.0, expected one of 0, 1"),
+        ({"fields": {"llama.rope.scale_linear": 4.0}}, r"llama.rope.scale_linear: got 4.0, expected one of 0, 1"),
+        ({"fields": {"llama.rope.dimension_count": 16}}, "llama.rope.dimension_count: got 16, expected one of 32"),
+        ({"fields": {"llama.attention.scale": 0.5}}, "llama.attention.scale: got 0.5, expected one of 0"),
+        ({"fields": {"split.count": 2}}, "split.count: got 2, expected one of 0, 1"),
+        ({"endian": GGUFEndian.BIG}, "other.gguf: got numbers of the other byte order, expected those of this machine"),
     ],
 )
 def test_files_of_other_models_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         gguf_file.read(write_gguf(tmp_path / "other.gguf", **changes))
+
+
+def test_fields_that_change_nothing_are_accepted(tmp_path):
+    """As converters write them."""
+    fields = {"llama.rope.scaling.factor": 1.0, "llama.rope.dimension_count": HEAD_SIZE, "split.count": 1}
+    assert gguf_file.read(write_gguf(tmp_path / "other.gguf", fields=fields)).config["head_dim"] == HEAD_SIZE
 
 
 def logits_without_a_cache(file: gguf_file.GGUFModel, tokens: np.ndarray, first_position: int) -> jax.Array:

@@ -62,6 +62,20 @@ def test_a_trace_of_fake_tensors_leaves_nothing_for_later_calls():
         assert kvjax_torch.hadamard_transform(x).sum() == pytest.approx(6 * 8)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_torch_compiles_it_for_one_head_size_after_the_other(dynamic: bool | None):
+    compiled = torch.compile(kvjax_torch.hadamard_transform, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for size in (64, 128, 96, 80):
+        x = torch.randn(3, size)
+        torch.testing.assert_close(compiled(x), kvjax_torch.hadamard_transform(x))
+
+
+def test_meta_tensors_have_its_shape():
+    rotated = kvjax_torch.hadamard_transform(torch.ones(2, 96, device="meta"))
+    assert (rotated.shape, rotated.device.type) == ((2, 96), "meta")
+
+
 def test_it_overflows_only_where_its_results_do(device: str):
     got = kvjax_torch.hadamard_transform(torch.full((1, 128), 1e37, device=device)).double().cpu()
     assert got[0, 0] == pytest.approx(1e37 * np.sqrt(128), rel=1e-6)

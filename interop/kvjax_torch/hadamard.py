@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -34,11 +35,14 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     size = x.shape[-1]
     if size % 2 or not size:
         raise KVCacheValueError(f"x: got head_size={size}, expected a positive even number")
-    n = size & -size
+    n = 2
+    while size % (2 * n) == 0:  # torch.compile has no `size & -size` of a size that varies
+        n *= 2
     # Products of bfloat16 are exact in whatever torch uses for float32, TF32 too; those of other dtypes are not.
     wide = torch.float32 if x.dtype == torch.bfloat16 else torch.float64
     matrix = (_hadamard if is_fake(x) else _kept_hadamard)(n, wide, x.device)
-    with torch.autocast(x.device.type, enabled=False):
+    exact = contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    with exact:
         rotated = x.unflatten(-1, (size // n, n)).to(wide) @ matrix
         return (rotated * (n**-0.5 / _power(n))).to(x.dtype).flatten(-2)
 

@@ -75,9 +75,12 @@ def read(path: Path) -> GGUFModel:
     """Opens a model; its tensors are read when asked for.
 
     Raises:
-      ValueError: no GGUF file; one of another architecture, tokenizer or scaling of RoPE, or with unknown tensors.
+      ValueError: no GGUF file; one of another byte order, architecture, tokenizer, RoPE or scale of attention; a part
+        of a divided file; or unknown tensors.
     """
     reader = GGUFReader(path)
+    if reader.byte_order != "I":  # dequantizing would read numbers of this machine's order
+        raise ValueError(f"{path}: got numbers of the other byte order, expected those of this machine")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
     return GGUFModel(_config(fields, has_unembedding="lm_head.weight" in tensors), _tokenizer(fields), tensors)
@@ -101,6 +104,13 @@ def _config(fields: Mapping[str, Any], *, has_unembedding: bool) -> dict[str, An
     _check("general.architecture", fields.get("general.architecture"), ("llama",))
     _check("llama.rope.scaling.type", fields.get("llama.rope.scaling.type", "none"), ("none",))
     hidden, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
+    head_dim = fields.get("llama.attention.key_length", hidden // heads)
+    # What a Llama of Hugging Face has no place for. llama.cpp takes a scaling without a type as linear.
+    for name in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
+        _check(name, fields.get(name, 1), (0, 1))
+    _check("llama.rope.dimension_count", fields.get("llama.rope.dimension_count", head_dim), (head_dim,))
+    _check("llama.attention.scale", fields.get("llama.attention.scale", 0), (0,))
+    _check("split.count", fields.get("split.count", 1), (0, 1))
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -111,7 +121,7 @@ def _config(fields: Mapping[str, Any], *, has_unembedding: bool) -> dict[str, An
         "num_hidden_layers": fields["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
-        "head_dim": fields.get("llama.attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": fields.get("llama.rope.freq_base", 10_000.0),

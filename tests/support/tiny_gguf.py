@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGUFEndian, GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, HIDDEN, INNER = 2, 4, 2, 32, 32, 48
@@ -58,8 +59,19 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf(path: Path, *, architecture: str = "llama", pre: str = "smollm", extra: str | None = None) -> Path:
-    writer = GGUFWriter(path, architecture)
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    extra: str | None = None,
+    endian: GGUFEndian = GGUFEndian.LITTLE,
+    fields: Mapping[str, float] | None = None,
+) -> Path:
+    """Writes the model, with another tensor or further fields: ints as uint32, floats as float32."""
+    writer = GGUFWriter(path, architecture, endianess=endian)
+    for name, value in (fields or {}).items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(name, value)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
