@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -168,3 +169,15 @@ def test_meta_tensors_give_the_shapes_of_results():
     assert (keys.shape, keys.dtype, keys.device.type) == ((2, 16, 2, 64), torch.bfloat16, "meta")
     assert values.shape == keys.shape
     assert keys.is_contiguous()
+
+
+def test_numpy_scales_are_compiled():
+    """`load_kv_scales` and `calibrate` return them; Dynamo takes one for an array."""
+    pages, scale = torch.randn(4, 2, 8, 2, 64).to(torch.float8_e4m3fn), np.float32(0.3)
+    table, lens = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+
+    def gather(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kvjax_torch.gather_kv(pages[:, 0], pages[:, 1], table, lens, "fp8", scale, scale)
+
+    compiled = torch.compile(gather, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(pages), gather(pages), rtol=0, atol=0)

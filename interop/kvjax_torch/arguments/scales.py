@@ -40,6 +40,8 @@ def as_tensor(what: str, scale: Scale, cache: torch.Tensor) -> torch.Tensor:
             return constant
     if isinstance(scale, (np.floating, np.integer)):  # of kvjax.load_kv_scales and kvjax.calibrate
         scale = float(scale)
+    if torch.compiler.is_compiling() and isinstance(scale, np.ndarray) and not scale.ndim:  # what Dynamo makes of one
+        return torch.as_tensor(scale, dtype=torch.float32, device=cache.device)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         hint = f": torch.as_tensor({what}, device=...)" if isinstance(scale, np.ndarray) else ""
         raise KVCacheTypeError(
