@@ -28,8 +28,8 @@ type Pages = tuple[jax.Array, ...]
 """Pages of each cache, as integers, `[num_pages, ...]`."""
 
 SLAB_BYTES = 128 << 20
-"""Blocks move in slabs of at most so many bytes, so that programs are compiled for one number of them. What is not used
-of a slab does not move over the bus."""
+"""The largest slab of blocks. All slabs have one size, so that each program is compiled once. The unused part of a slab
+does not move over the bus."""
 
 _NO_BLOCK = 2**31 - 1
 """Past the last block of every cache: what is written there is dropped."""
@@ -48,11 +48,11 @@ class HostCaches:
     A page's bytes have meaning only with its cache's scales. All calls must be given caches with those scales that the
     first caches had. Scales are compared when bytes move; the next call raises if they differ.
 
-    Not to be used by several threads at once. Errors of copies that no later call asks for are not reported.
+    It is not thread-safe. An error of a copy is raised by a later call; without one it is not reported.
 
     Args:
       caches: a `KVCache`, or a list, tuple or dictionary of those that share block numbers. Only their specs, scales
-        and places matter here.
+        and shardings are used.
       num_blocks: blocks on the host.
 
     Attributes:
@@ -60,7 +60,7 @@ class HostCaches:
 
     Raises:
       KVCacheTypeError: something other than caches.
-      KVCacheValueError: a number that is no size, or one cache given twice.
+      KVCacheValueError: `num_blocks` is less than 1, or one cache is given twice.
       KVCacheMemoryError: the host has too little memory.
       UnsupportedError: a traced call; caches that are divided by blocks, on different devices, in part on devices of
         other processes, or neither on CPUs nor on CUDA's GPUs.
@@ -86,7 +86,7 @@ class HostCaches:
         ]
         fitting = max(SLAB_BYTES * self.num_blocks // sum(kv.nbytes for kv in self._kv), 1)
         self._slab = 1 << min(fitting.bit_length() - 1, (self.num_blocks - 1).bit_length())
-        self._is_asked = np.zeros(self.num_blocks, bool)  # which blocks `store` was given
+        self._requested = np.zeros(self.num_blocks, bool)  # which blocks `store` was given
         self._holds = np.zeros(self.num_blocks, bool)  # which blocks hold something; for the thread alone
         self._places = tuple(sharding_of_pages(each.kv, None) for each in flat)
         # One thread, so that copies are made in the order of the calls.
@@ -116,7 +116,7 @@ class HostCaches:
             taken, kvs = _take(self._places), tuple(each.kv for each in caches)
             slabs = [taken(kvs, each) for each in self._slabs(blocks, 0)]
         if slabs:
-            self._is_asked[host_blocks] = True
+            self._requested[host_blocks] = True
             self._start(self._store, slabs, host_blocks, scales)
 
     def load(self, pairs: ArrayLike) -> Loading:
@@ -135,7 +135,7 @@ class HostCaches:
         """
         self._start_call()
         blocks, host_blocks = self._sorted(pairs, 0, _NO_BLOCK)
-        _check_held(self._is_asked, host_blocks)
+        _check_held(self._requested, host_blocks)
         with without_mesh():
             memory, like = _memory(self._places), self._slab_like
             slabs = [memory(like) for _ in self._slabs(blocks, 0)]
@@ -217,7 +217,7 @@ class HostCaches:
 
     def _move(self, slabs: Sequence[Pages], host_blocks: np.ndarray, *, to_host: bool) -> None:
         """Copies slabs to host blocks or from them, in a thread that waits for the programs that make the slabs."""
-        with contextlib.ExitStack() as ends:  # whatever fails: the slabs are freed then
+        with contextlib.ExitStack() as ends:  # also after an error: the slabs are freed afterwards
             for device in self._kinds[0].sharding.device_set:
                 ends.callback(host_copies.wait, device)
             for first, slab in zip(range(0, len(host_blocks), self._slab), slabs, strict=True):
@@ -253,7 +253,9 @@ class _Kind(NamedTuple):
         if not kv.is_fully_addressable:
             raise UnsupportedError(f"caches: got a cache on {kv.sharding}, expected one on devices of this process")
         if kv.sharding.shard_shape(kv.shape)[0] != kv.shape[0]:
-            raise UnsupportedError(f"caches: got a cache on {kv.sharding}, expected blocks that are not divided")
+            raise UnsupportedError(
+                f"caches: got a cache on {kv.sharding}, expected blocks that are not divided among devices"
+            )
         scales = (getattr(cache, name) for name in SCALES)
         shapes = tuple(None if each is None else each.shape for each in scales)
         return cls(cache.spec, cache.num_layers, kv.sharding, shapes)
@@ -275,9 +277,11 @@ class Loading:
     def into(self, caches: Any) -> Any:
         """Writes the blocks to `caches`, which are donated, and returns these. Waits until the copies are made.
 
+        If a device fails while it writes, the caches may be lost.
+
         Raises:
           KVCacheValueError: caches of another kind; a block that they do not have; or blocks that were written before.
-            Nothing is donated then, nor if copies have failed; but if a device fails while it writes.
+            In these cases, and if copies failed, nothing is donated.
           KVCacheTypeError, UnsupportedError: as for `HostCaches`.
         """
         if self._is_written:
