@@ -1,7 +1,12 @@
-"""No operation of kvjax_torch has a gradient: each argument that could have one is refused, however torch asks."""
+"""No operation of kvjax_torch has a gradient: each argument that could have one is refused, however torch asks.
+
+What operations write is known to autograd, so that no gradient of other operations is computed from it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch.autograd import forward_ad  # noqa: E402
 
+import kvjax  # noqa: E402
 import kvjax_torch  # noqa: E402
 from kvjax import KVCacheTypeError  # noqa: E402
 
@@ -163,3 +169,119 @@ def test_registered_operations_refuse_gradients_too():
     call["key_cache"] = call["key_cache"].clone().requires_grad_()
     with pytest.raises(KVCacheTypeError, match=r"key_cache: got requires_grad=True, but a gather has no gradient"):
         torch.ops.kvjax.gather_kv(**call)
+
+
+def fill() -> dict[str, Any]:
+    names = {"window_rows": "rows"}
+    return {names.get(name, name): x for name, x in window().items() if name not in ("query", "key", "value", "sinks")}
+
+
+def write_scales() -> dict[str, Any]:
+    pages = {f"{name}_cache": torch.zeros(4, 8, 2, 16, dtype=torch.int8) for name in ("key", "value")}
+    scales = {"k_scale": torch.ones(4, 8, 2), "v_scale": torch.ones(4, 8, 2)}
+    return write() | pages | scales | {"kv_cache_dtype": "int8_per_token_head"}
+
+
+def into(call: Callable[[], dict[str, Any]], *shape: int) -> Callable[[], dict[str, Any]]:
+    return lambda: call() | {"out": torch.empty(shape)}
+
+
+CACHES, RING = {"key_cache", "value_cache"}, {"exact_window.key_cache", "exact_window.value_cache"}
+WRITES: dict[str, tuple[str, Callable[[], dict[str, Any]], set[str]]] = {
+    "a write": ("reshape_and_cache_flash", write, CACHES),
+    "with scales": ("reshape_and_cache_flash", write_scales, CACHES | {"k_scale", "v_scale"}),
+    "with rope": ("rope_and_cache", rope, CACHES),
+    "with rope and scales": (
+        "rope_and_cache",
+        lambda: rope() | {name: x for name, x in write_scales().items() if name not in ("key", "value")},
+        CACHES | {"k_scale", "v_scale"},
+    ),
+    "latents": ("concat_and_cache_mla", write_latents, {"kv_cache"}),
+    "latents with rope": ("concat_and_cache_mla_rope_fused", rotate_latents, {"kv_cache", "q_pe", "k_pe"}),
+    "a gather of latents": ("gather_and_maybe_dequant_cache", gather_latents, {"dst"}),
+    "a window": ("exact_window_attention", window, RING),
+    "a window and pages": (
+        "exact_window_attention",
+        lambda: window() | {"slot_mapping": torch.arange(2)},
+        CACHES | RING,
+    ),
+    "a window from pages": ("fill_exact_window", fill, RING),
+    "attention into out": ("paged_attention", into(attention, 2, 4, 16), {"out"}),
+    "ragged attention into out": ("ragged_paged_attention", into(ragged, 2, 4, 16), {"out"}),
+    "dense attention into out": ("ragged_attention", into(dense, 2, 4, 8), {"out"}),
+    "attention to latents into out": ("mla_paged_attention", into(attend_latents, 2, 4, 32), {"out"}),
+    "ragged attention to latents into out": (
+        "mla_ragged_paged_attention",
+        into(attend_ragged_latents, 2, 4, 32),
+        {"out"},
+    ),
+    "attention": ("paged_attention", attention, set()),
+    "a gather": ("gather_kv", read, set()),
+}
+"""An operation, its call, and the arguments that it writes."""
+
+
+def tensors_of(call: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a call by name, those of its window too."""
+    found = {name: x for name, x in call.items() if isinstance(x, torch.Tensor)}
+    ring = call.get("exact_window")
+    caches = {} if ring is None else {"key_cache": ring.key_cache, "value_cache": ring.value_cache}
+    return found | {f"exact_window.{name}": x for name, x in caches.items()}
+
+
+def on_device(call: dict[str, Any], device: str) -> dict[str, Any]:
+    """A call with its tensors on a device; bfloat16 on a GPU, whose kernels serve no float32 latents."""
+
+    def moved(name: str, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            is_stored = x.is_floating_point() and "scale" not in name and name != "sinks"
+            return x.to(device, torch.bfloat16 if is_stored and device == "cuda" else x.dtype)
+        if isinstance(x, kvjax_torch.ExactWindow):
+            return dataclasses.replace(x, key_cache=moved("", x.key_cache), value_cache=moved("", x.value_cache))
+        return "auto" if name == "kv_cache_dtype" and x == "float32" else x
+
+    return {name: moved(name, x) for name, x in call.items()}
+
+
+EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.inference_mode], ids=["default", "inference mode"])
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("kind", WRITES)
+def test_each_call_raises_the_versions_of_what_it_writes_and_of_nothing_else(
+    kind: str, checked: bool, mode: Any, device: str
+):
+    operation, make, written = WRITES[kind]
+    call = on_device(make(), device)
+    for _ in range(3):  # on a GPU the first call is recorded, and later ones are launched from the recording
+        before = {name: x._version for name, x in tensors_of(call).items()}
+        with mode(), kvjax.checked(checked):
+            getattr(kvjax_torch, operation)(**call)
+        assert {name for name, x in tensors_of(call).items() if x._version != before[name]} == written
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("kind", [kind for kind, (*_, written) in WRITES.items() if written])
+def test_backward_raises_if_what_it_needs_was_written(kind: str, device: str):
+    operation, make, written = WRITES[kind]
+    for name in sorted(written):
+        call = on_device(make(), device)
+        weight = torch.ones((), device=device, requires_grad=True)
+        loss = (weight * tensors_of(call)[name]).sum()
+        with torch.no_grad():
+            getattr(kvjax_torch, operation)(**call)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_backward_raises_within_a_function_that_is_differentiated():
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        call = write()
+        total = (weight * call["key_cache"]).sum()
+        kvjax_torch.reshape_and_cache_flash(**call)
+        return total
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.func.grad(loss)(torch.ones(()))

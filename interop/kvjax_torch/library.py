@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from kvjax import KVCacheDType
 from kvjax_torch.arguments.attention import attention_plan, check_out, ragged_plan
-from kvjax_torch.arguments.checks import check_devices, check_same_device, refuse_gradient
+from kvjax_torch.arguments.checks import check_devices, check_same_device
 from kvjax_torch.arguments.dense import dense_plan
 from kvjax_torch.arguments.dtypes import gathered_dtype, has_scale_tensors, resolve_cache_dtype, row_head_size
 from kvjax_torch.arguments.latents import (
@@ -41,6 +40,7 @@ from kvjax_torch.arguments.plan import (
 from kvjax_torch.arguments.reads import gather_plan
 from kvjax_torch.arguments.scales import refuse_scale_tensors
 from kvjax_torch.arguments.writes import rope_plan, write_plan
+from kvjax_torch.autograd import marks_writes, tensors_of, without_gradient
 from kvjax_torch.cuda import dense_prompts, latents, ragged, reads, writes
 from kvjax_torch.eager import host, merge
 from kvjax_torch.eager import ragged as eager_ragged
@@ -214,26 +214,6 @@ def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[
     return run
 
 
-def _tensors(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors among arguments by name, those of lists included."""
-    lists = {f"{name}[{i}]": x for name, each in given.items() if isinstance(each, list) for i, x in enumerate(each)}
-    return {name: x for name, x in {**given, **lists}.items() if isinstance(x, torch.Tensor)}
-
-
-def _without_gradient(operation: torch._ops.OpOverload, what: str) -> Callable[..., Any]:
-    """The operation under autograd, also of torch.func and of compiled code: raises where a gradient would be lost."""
-    names = [argument.name for argument in operation._schema.arguments]
-
-    def run(keyset: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options)
-        if needs_gradient or forward_ad._current_level >= 0:
-            refuse_gradient(what, **_tensors(dict(zip(names, args, strict=False)) | options))
-        with torch._C._AutoDispatchBelowAutograd():
-            return operation.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
-
-    return run
-
-
 def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> Callable[..., Any]:
     """The fake of an operation, which returns what `results` makes of its arguments. It refuses other devices."""
     names = [argument.name for argument in operation._schema.arguments]
@@ -241,9 +221,9 @@ def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> C
     def fake(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
         if "key_cache" in given:
-            check_devices(**_tensors(given))
+            check_devices(**tensors_of(given))
         elif first := next((name for name in ("kv_cache", "src_cache", "query") if name in given), None):
-            check_same_device(first, given[first], _tensors(given))
+            check_same_device(first, given[first], tensors_of(given))
         return results(**given)
 
     return fake
@@ -332,9 +312,10 @@ def _register(
     """Registers an operation: its schema, its kernel on both devices, what refuses gradients, and its fake."""
     _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     operation = getattr(torch.ops.kvjax, name).default
+    kernel = marks_writes(operation)(kernel)
     _LIBRARY.impl(name, kernel, "CPU")
     _LIBRARY.impl(name, kernel, "CUDA")
-    _LIBRARY.impl(name, _without_gradient(operation, what), "Autograd", with_keyset=True)
+    _LIBRARY.impl(name, without_gradient(operation, what), "Autograd", with_keyset=True)
     torch.library.register_fake(f"kvjax::{name}", _fake_of(operation, results), lib=_LIBRARY)
 
 

@@ -7,6 +7,7 @@ call reads values back, and the first use of a float scale on a device copies it
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import increment_version
 
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool
@@ -77,13 +78,14 @@ def reshape_and_cache_flash(
     if not isinstance(v_scale, torch.Tensor):
         v_scale = as_tensor("v_scale", v_scale, key_cache)
     tensors = key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+    # What is written, which an operation's schema says, depends on whether scales are in tensors of their own.
+    own_scales = has_scale_tensors(k_scale)
     # torch's dispatcher takes as long as the rest of a call. It is skipped if nothing observes operations.
     if key_cache.is_cuda and are_plain(*tensors):
         writes.write(tensors, (kv_cache_dtype, v_scale_layout), unique_slots)
+        increment_version((key_cache, value_cache, k_scale, v_scale) if own_scales else (key_cache, value_cache))
     else:
         check_tensors(**WriteTensors._make(tensors)._asdict())
-        # An operation's schema says what it mutates, which here depends on whether scales are in tensors of their own.
-        own_scales = has_scale_tensors(k_scale)
         written = torch.ops.kvjax.reshape_and_cache_flash_per_token_head if own_scales else None
         write = (written or torch.ops.kvjax.reshape_and_cache_flash).default
         options = {"v_scale_layout": order_name(v_scale_layout), "unique_slots": unique_slots}

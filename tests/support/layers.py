@@ -51,6 +51,7 @@ TORCH_LAYERS = (
     "sharing",
     "eager",
     "cuda",
+    "autograd",
     "library",
     "attention",
     "mla",

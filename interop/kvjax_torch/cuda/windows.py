@@ -6,8 +6,10 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from kvjax import kernels
+from kvjax_torch.arguments.dtypes import has_scale_tensors
 from kvjax_torch.arguments.plan import (
     AttentionPlan,
     Encoding,
@@ -33,6 +35,7 @@ def update(key: torch.Tensor, value: torch.Tensor, ring: RingTensors) -> None:
         with choosing.one_at_a_time:
             call = writing.ring_call(plan, key, value, ring)
         running.run(call)
+        increment_version((ring.key_cache, ring.value_cache))
 
 
 def write(tensors: WriteTensors, encoding: Encoding, unique_slots: bool, ring: RingTensors) -> None:
@@ -43,6 +46,8 @@ def write(tensors: WriteTensors, encoding: Encoding, unique_slots: bool, ring: R
         with choosing.one_at_a_time:
             call = writing.write_call_with_ring(plans, tensors, unique_slots, ring)
         running.run(call)
+        scales = (tensors.k_scale, tensors.v_scale) if has_scale_tensors(tensors.k_scale) else ()
+        increment_version((ring.key_cache, ring.value_cache, tensors.key_cache, tensors.value_cache, *scales))
 
 
 def places(step: WindowStep) -> WindowPlaces:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvjax import kernels
@@ -151,6 +152,14 @@ def call(serve: Callable[[], Results], arguments: Sequence[Any], written: Iterab
         another argument otherwise than in the recorded call.
     """
     tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+    results = _call(serve, arguments, tensors, written)
+    increment_version([tensors[i] for i in written])
+    return results
+
+
+def _call(
+    serve: Callable[[], Results], arguments: Sequence[Any], tensors: Sequence[torch.Tensor], written: Iterable[int]
+) -> Results:
     addresses = [tensor.data_ptr() for tensor in tensors]
     kind = _kind(arguments, tensors, addresses)
     if kind is None:
