@@ -19,7 +19,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import compare, copies, output, shapes, timing, workload
+from benchmarks import compare, copies, latents, output, shapes, timing, workload
 from benchmarks.measurement import Measurement, Rows
 from benchmarks.peers import in_torch, writes
 from benchmarks.peers.in_torch import has_gpu, wait
@@ -136,6 +136,38 @@ def attention_calls() -> dict[str, Call]:
     return found
 
 
+def other_calls() -> dict[str, Call]:
+    """Returns calls with a rotation, gathers, and calls over latents, whose host time is measured."""
+    key, value, key_cache, value_cache, slots = new_write(CASE, EAGER_DTYPE)
+    k_scale, v_scale = scale_tensors()
+    stored, of_latents = (EAGER_DTYPE.value, k_scale, v_scale), (EAGER_DTYPE.value, k_scale)
+
+    def rows(*sizes: int) -> torch.Tensor:
+        return torch.randn((DECODE_TOKENS, *sizes), device=device()).to(torch.bfloat16)
+
+    query, angles = rows(QUERY_HEADS, CASE.head_size), rows(CASE.head_size)
+    table = torch.arange(DECODE_TOKENS, dtype=torch.int32, device=device())[:, None]
+    lens = torch.ones(DECODE_TOKENS, dtype=torch.int32, device=device())
+    spec = latents.spec_of(EAGER_DTYPE)
+    cache = torch.zeros(spec.cache_shape(EAGER_BLOCKS), dtype=torch.uint8, device=device())
+    dst, bounds = rows(latents.RANK + latents.ROPE), torch.arange(DECODE_TOKENS + 1, device=device()).int()
+    new, sizes = (rows(latents.RANK), rows(latents.ROPE)), (latents.RANK, latents.ROPE)
+    parts = rows(16, latents.RANK + latents.ROPE).split(sizes, dim=2)
+    apart = [part.contiguous() for part in parts]
+    attend = functools.partial(kvjax_torch.mla_paged_attention, sm_scale=0.1)
+    rotated = query, key, value, key_cache, value_cache, slots, slots, angles
+    write = functools.partial(kvjax_torch.concat_and_cache_mla, *new, cache, slots, *of_latents)
+    gather = functools.partial(kvjax_torch.gather_and_maybe_dequant_cache, cache, dst, table, bounds, None)
+    return {
+        "rope_and_cache": functools.partial(kvjax_torch.rope_and_cache, *rotated, *stored, unique_slots=True),
+        "gather_kv": functools.partial(kvjax_torch.gather_kv, key_cache, value_cache, table, lens, *stored),
+        "concat_and_cache_mla": functools.partial(write, unique_slots=True),
+        "gather_and_maybe_dequant_cache": functools.partial(gather, DECODE_TOKENS, *of_latents),
+        "mla_paged_attention": functools.partial(attend, *parts, cache, table, lens, *of_latents),
+        "mla_paged_attention, two tensors": functools.partial(attend, *apart, cache, table, lens, *of_latents),
+    }
+
+
 def host_times(calls: Mapping[str, Call]) -> dict[str, Timing]:
     """Measures host time per call, interleaving the calls."""
     in_a_row = 100 if has_gpu() else 3
@@ -227,6 +259,7 @@ class TorchBenchmark(output.Program):
     def test_eager_attention(self) -> None:
         subject = {**CASE.subject(EAGER_DTYPE, CacheLayout.NHD), "num_seqs": DECODE_TOKENS}
         self._measure_host("bridge host attention", subject, attention_calls())
+        self._measure_host("bridge host others", subject, other_calls())
 
     def _measure_host(self, operation: str, subject: Mapping[str, Any], calls: Mapping[str, Call]) -> None:
         times = host_times(calls)

@@ -22,8 +22,9 @@ from kvjax import KVCacheError, kernels  # noqa: E402
 from kvjax_torch import library, window_attention  # noqa: E402
 from kvjax_torch.arguments import scales  # noqa: E402
 from kvjax_torch.arguments.checks import are_plain  # noqa: E402
+from kvjax_torch.arguments.plan import Encoding  # noqa: E402
 from kvjax_torch.calls import attending, choosing  # noqa: E402
-from kvjax_torch.cuda import dense_prompts, ragged, reads  # noqa: E402
+from kvjax_torch.cuda import dense_prompts, latents, ragged, reads, writes  # noqa: E402
 from kvjax_torch.eager import host  # noqa: E402
 from kvjax_torch.eager import ragged as eager_ragged  # noqa: E402
 from kvjax_torch.launch import running, tape  # noqa: E402
@@ -48,7 +49,10 @@ class Recorder:
         monkeypatch.setattr(choosing, "target_of", lambda _: target)
         for name in ("route_of", "attention_parts"):
             monkeypatch.setattr(attending, name, getattr(attending, name).__wrapped__)
-        monkeypatch.setattr(host, "attend", reads.attend)
+        for name in ("attend", "gather", "gather_rows"):
+            monkeypatch.setattr(host, name, getattr(reads, name))
+        monkeypatch.setattr(host, "write", lambda plan, tensors: latents.write(plan, tensors, unique_slots=True))
+        monkeypatch.setattr(host, "rotate_and_write", _rotate_and_write)
         monkeypatch.setattr(host, "attend_ragged", ragged.attend)
         monkeypatch.setattr(eager_ragged, "attend", dense_prompts.attend)
 
@@ -59,22 +63,31 @@ class Recorder:
         self.launches.append((list(entries), num_programs))
 
     def call(self, given: tuple[Any, ...], options: dict[str, Any], operation: Any, out: Any = None) -> Any:
-        """Calls an operation as `attention.call_operation` does for CUDA tensors."""
-        kernel = library.KERNELS[operation]
-        arguments = [*given, *options.values(), out]
-        number = sum(isinstance(x, torch.Tensor) for x in arguments) - 1
+        """Calls an operation as `dispatch.call` does for CUDA tensors."""
+        operation, given = into(out, operation, given)
+        kernel, written = library.IMPLEMENTATIONS[operation]
 
         def serve() -> Any:
             self.served += 1
-            return kernel(*given, **options, out=out)
+            return kernel(*given, **options)
 
-        return tape.call(serve, [kernel, *arguments], () if out is None else (number,))
+        return tape.call(serve, [kernel, *given, *options.values()], written)
 
     def is_known(self, *call: Any) -> bool:
         """Whether a call is launched without being served."""
         before = self.served
         self.call(*call)
         return self.served == before
+
+
+def _rotate_and_write(plan: Any, tensors: Any, rope: Any) -> torch.Tensor:
+    stored_as = Encoding(plan.write.cache.spec.dtype.value)
+    return writes.rotate_and_write(tensors, rope, stored_as, unique_slots=True)
+
+
+def into(out: torch.Tensor | None, operation: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The operation that stores its result in `out`, if that is given, and its arguments."""
+    return (operation, given) if out is None else (getattr(OPERATIONS, f"{operation.__name__}_out"), (out, *given))
 
 
 @pytest.fixture
@@ -126,6 +139,48 @@ def dense(num_tokens: int = 200) -> tuple[Any, ...]:
     return (*rows, *bounds), {"causal": True, "sm_scale": None}, OPERATIONS.ragged_attention, None
 
 
+def latent_pages(dtype: str) -> torch.Tensor:
+    """Latents of 512 elements and rope keys of 64."""
+    row, stored = {"nvfp4": (416, torch.uint8), "fp8_ds_mla": (656, torch.uint8)}.get(dtype, (576, torch.bfloat16))
+    return torch.zeros(NUM_BLOCKS, 64, row, dtype=stored)
+
+
+def write_latents(dtype: str) -> tuple[Any, ...]:
+    rows = (torch.zeros(NUM_SEQS, size, dtype=torch.bfloat16) for size in (512, 64))
+    given = *rows, latent_pages(dtype), torch.arange(NUM_SEQS), dtype, torch.tensor(0.5)
+    return given, {"unique_slots": True}, OPERATIONS.concat_and_cache_mla
+
+
+def gather_latents(dtype: str) -> tuple[Any, ...]:
+    table, bounds = torch.zeros(NUM_SEQS, 5, dtype=torch.int32), torch.arange(NUM_SEQS + 1, dtype=torch.int32)
+    dst = torch.zeros(NUM_SEQS, 576, dtype=torch.bfloat16)
+    given = latent_pages(dtype), dst, table, bounds, None, NUM_SEQS, dtype, torch.tensor(0.5), None
+    return given, {}, OPERATIONS.gather_and_maybe_dequant_cache
+
+
+def attend_latents(dtype: str) -> tuple[Any, ...]:
+    """A call of `mla_paged_attention` with both queries in one tensor; of two, torch makes one."""
+    query = torch.zeros(NUM_SEQS, 16, 576, dtype=torch.bfloat16).split((512, 64), dim=2)
+    (_, _, _, table, lengths, *_), options, _, _ = decode()
+    given = *query, latent_pages(dtype), table, lengths, dtype, torch.tensor(0.5)
+    options = {name: options[name] for name in ("sliding_window", "logits_soft_cap", "batch_invariant")}
+    return given, {"sm_scale": 0.1} | options, OPERATIONS.mla_paged_attention
+
+
+def rotate(dtype: str) -> tuple[Any, ...]:
+    """A call of `rope_and_cache`."""
+    rows = [torch.zeros(NUM_SEQS, heads, HEAD_SIZE, dtype=torch.bfloat16) for heads in (4, NUM_HEADS, NUM_HEADS)]
+    places = torch.arange(NUM_SEQS), torch.arange(NUM_SEQS), torch.zeros(8, HEAD_SIZE)
+    given = *rows, *pages(dtype), *places, dtype, torch.tensor(0.5), torch.tensor(0.25)
+    return given, {"v_scale_layout": "linear", "is_neox": True, "unique_slots": True}, OPERATIONS.rope_and_cache
+
+
+def gather(dtype: str) -> tuple[Any, ...]:
+    """A call of `gather_kv`."""
+    (_, *given), _, _, _ = decode(dtype)
+    return (*given,), {"v_scale_layout": "linear", "dtype": torch.bfloat16}, OPERATIONS.gather_kv
+
+
 def result(query: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(query)
 
@@ -144,6 +199,18 @@ KINDS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "step, bfloat16, options": lambda: step("bfloat16", sinks=SINKS.clone(), sliding_window=40),
     "step, into memory": lambda: step(out=torch.zeros(100, 2 * NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)),
     "dense keys and values": dense,
+    **{
+        f"{make.__name__}, {dtype}": functools.partial(make, dtype)
+        for make in (write_latents, gather_latents)
+        for dtype in ("nvfp4", "fp8_ds_mla", "bfloat16")
+    },
+    **{
+        f"{make.__name__}, {dtype}": functools.partial(make, dtype)
+        for make in (rotate, gather)
+        for dtype in ("nvfp4", "bfloat16")
+    },
+    "attend_latents, nvfp4": lambda: attend_latents("nvfp4"),
+    "attend_latents, bfloat16": lambda: attend_latents("bfloat16"),
 }
 
 
@@ -157,20 +224,19 @@ def test_a_known_call_launches_what_serving_it_would(recorder: Recorder, kind: s
 
 def _check_launches(recorder: Recorder, make: Callable[[], tuple[Any, ...]]) -> None:
     assert not recorder.is_known(*make())
-    given, options, operation, out = call = make()
+    given, options, operation, *out = call = make()
     recorder.launches.clear()
     results = recorder.call(*call)
     launched = recorder.launches[:]
     assert recorder.served == 1
     calls: list[tuple[running.Call, running.Launcher]] = []
     with Recording() as recording, running.recorded(lambda *call: calls.append(call)):
-        served = library.KERNELS[operation](*given, **options, out=out)
+        operation, given = into(*(out or [None]), operation, given)
+        served = library.IMPLEMENTATIONS[operation].kernel(*given, **options)
     assert recording.only_launches
-    assert len(launched) == len(calls) > 1
+    assert len(launched) == len(calls) > 0
     where = {x.untyped_storage().data_ptr(): y.data_ptr() for x, y in zip(served, results, strict=True)}
-    arguments = {
-        x.untyped_storage().data_ptr() for x in (*given, *options.values(), out) if isinstance(x, torch.Tensor)
-    }
+    arguments = {x.untyped_storage().data_ptr() for x in (*given, *options.values()) if isinstance(x, torch.Tensor)}
     spans: dict[int, tuple[int, int]] = {}
     for (entries, num_programs), (expected, launcher) in zip(launched, calls, strict=True):
         counts = [*kernels.packed(expected.counts)]
@@ -193,7 +259,6 @@ def _check_launches(recorder: Recorder, make: Callable[[], tuple[Any, ...]]) -> 
     assert all(end <= following for (_, end), (following, _) in itertools.pairwise(ordered))
     for got, expected_result in zip(results, served, strict=True):
         assert (got.shape, got.dtype) == (expected_result.shape, expected_result.dtype)
-    assert out is None or results[0] is out
 
 
 OTHERS: dict[str, Callable[[], dict[str, Any]]] = {

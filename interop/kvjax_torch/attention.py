@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-import kvjax
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool, as_float, as_limits
-from kvjax_torch import library
 from kvjax_torch.arguments.attention import checked_softmax
-from kvjax_torch.arguments.checks import are_plain, check_tensors
+from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name, order_name
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensors
+from kvjax_torch.dispatch import call_attention
 from kvjax_torch.eager.merge import as_parts
-from kvjax_torch.launch import tape
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -352,7 +349,7 @@ def ragged_attention(
     check_tensors(**tensors, **({} if out is None else {"out": out}))
     options = {"causal": as_bool("causal", causal), "sm_scale": as_float("sm_scale", sm_scale)}
     operation = torch.ops.kvjax.ragged_attention, torch.ops.kvjax.ragged_attention_out
-    return call_operation(operation, tuple(tensors.values()), options, out, return_lse)
+    return call_attention(operation, tuple(tensors.values()), options, out, return_lse)
 
 
 def _attend(
@@ -371,35 +368,7 @@ def _attend(
     scales = as_tensors(k_scale, v_scale, tensors["key_cache"])
     given = *tensors.values(), dtype_name(kv_cache_dtype), *scales
     options = {"v_scale_layout": order_name(v_scale_layout), **checked_softmax(softmax)._asdict(), **limits}
-    return call_operation(operation, given, options, out, return_lse)
-
-
-def call_operation(
-    operation: tuple[Any, Any],
-    given: tuple[Any, ...],
-    options: Mapping[str, Any],
-    out: torch.Tensor | None,
-    return_lse: bool,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Calls the first of two registered operations, or the second one, which stores its results in `out`.
-
-    As in writes, torch's dispatcher is skipped if nothing observes operations, and so are checks and plans of a call
-    like an earlier one.
-    """
-    return_lse = as_bool("return_lse", return_lse)
-    attend, attend_into = operation
-    arguments = [*given, *options.values(), out]
-    tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
-    if tensors[0].is_cuda and are_plain(*tensors) and not kvjax.is_checked():
-        kernel = library.KERNELS[attend]
-        serve = functools.partial(kernel, *given, **options, out=out)
-        found, lse = tape.call(serve, [kernel, *arguments], () if out is None else (len(tensors) - 1,))
-        out = found if out is None else out
-    elif out is None:
-        out, lse = attend.default(*given, **options)
-    else:
-        lse = attend_into.default(out, *given, **options)
-    return (out, lse) if return_lse else out
+    return call_attention(operation, given, options, out, return_lse)
 
 
 def merge_attention_states(

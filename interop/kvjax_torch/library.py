@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,21 @@ from kvjax_torch.eager.trees import as_tree
 
 _LIBRARY = torch.library.Library("kvjax", "DEF")
 
-KERNELS: dict[Any, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {}  # of each operation of attention
+
+class OperationKernel(NamedTuple):
+    """What an operation runs.
+
+    Attributes:
+      kernel: takes the operation's arguments, and returns its results as a tuple.
+      written: which of the tensors that it takes it writes; none before these is optional.
+    """
+
+    kernel: Callable[..., tuple[torch.Tensor, ...]]
+    written: tuple[int, ...]
+
+
+IMPLEMENTATIONS: dict[Any, OperationKernel] = {}
+"""Of each operation of `torch.ops.kvjax`."""
 
 
 def _write(mutates_scales: bool, *given: Any, v_scale_layout: str = "linear", unique_slots: bool = False) -> None:
@@ -214,6 +228,14 @@ def _into(attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[
     return run
 
 
+def _with_tuple(kernel: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def run(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        results = kernel(*args, **options)
+        return results if isinstance(results, tuple) else () if results is None else (results,)
+
+    return run
+
+
 def _fake_of(operation: torch._ops.OpOverload, results: Callable[..., Any]) -> Callable[..., Any]:
     """The fake of an operation, which returns what `results` makes of its arguments. It refuses other devices."""
     names = [argument.name for argument in operation._schema.arguments]
@@ -312,6 +334,9 @@ def _register(
     """Registers an operation: its schema, its kernel on both devices, what refuses gradients, and its fake."""
     _LIBRARY.define(f"{name}({arguments}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     operation = getattr(torch.ops.kvjax, name).default
+    tensors = [x for x in operation._schema.arguments if "Tensor" in str(x.type)]
+    written = tuple(i for i, x in enumerate(tensors) if x.alias_info is not None and x.alias_info.is_write)
+    IMPLEMENTATIONS[getattr(torch.ops.kvjax, name)] = OperationKernel(_with_tuple(kernel), written)
     kernel = marks_writes(operation)(kernel)
     _LIBRARY.impl(name, kernel, "CPU")
     _LIBRARY.impl(name, kernel, "CUDA")
@@ -351,7 +376,6 @@ def _register_attention(
     """Registers attention, and that which stores its results in a given tensor."""
     both, lse = results
     _register(name, arguments, _BOTH, kernel, what, both)
-    KERNELS[getattr(torch.ops.kvjax, name)] = kernel
     _register(f"{name}_out", f"Tensor(a!) out, {arguments}", "Tensor", _into(kernel), what, lse)
 
 

@@ -19,7 +19,7 @@ from kvjax_torch.arguments.checks import check_tensors
 from kvjax_torch.arguments.dtypes import dtype_name
 from kvjax_torch.arguments.plan import SoftmaxOptions
 from kvjax_torch.arguments.scales import Scale, as_tensor
-from kvjax_torch.attention import call_operation
+from kvjax_torch.dispatch import call, call_attention
 
 
 class MLAOptions(TypedDict, total=False):
@@ -73,15 +73,9 @@ def concat_and_cache_mla(
       UnsupportedError: likewise.
     """
     check_tensors(kv_c=kv_c, k_pe=k_pe, kv_cache=kv_cache, slot_mapping=slot_mapping)
-    torch.ops.kvjax.concat_and_cache_mla.default(
-        kv_c,
-        k_pe,
-        kv_cache,
-        slot_mapping,
-        dtype_name(kv_cache_dtype),
-        _as_scale(scale, kv_cache),
-        unique_slots=as_bool("unique_slots", unique_slots),
-    )
+    stored_as = dtype_name(kv_cache_dtype), _as_scale(scale, kv_cache)
+    given = kv_c, k_pe, kv_cache, slot_mapping, *stored_as
+    call(torch.ops.kvjax.concat_and_cache_mla, given, {"unique_slots": as_bool("unique_slots", unique_slots)})
 
 
 def concat_and_cache_mla_rope_fused(
@@ -126,12 +120,10 @@ def concat_and_cache_mla_rope_fused(
     """
     check_tensors(positions=positions, q_pe=q_pe, k_pe=k_pe, kv_c=kv_c, cos_sin_cache=cos_sin_cache)
     check_tensors(slot_mapping=slot_mapping, kv_cache=kv_cache)
-    torch.ops.kvjax.concat_and_cache_mla_rope_fused.default(
-        *(positions, q_pe, k_pe, kv_c, cos_sin_cache, as_bool("is_neox", is_neox), slot_mapping, kv_cache),
-        dtype_name(kv_cache_dtype),
-        _as_scale(scale, kv_cache),
-        unique_slots=as_bool("unique_slots", unique_slots),
-    )
+    stored_as = dtype_name(kv_cache_dtype), _as_scale(scale, kv_cache)
+    rotated = positions, q_pe, k_pe, kv_c, cos_sin_cache, as_bool("is_neox", is_neox)
+    options = {"unique_slots": as_bool("unique_slots", unique_slots)}
+    call(torch.ops.kvjax.concat_and_cache_mla_rope_fused, (*rotated, slot_mapping, kv_cache, *stored_as), options)
 
 
 def gather_and_maybe_dequant_cache(
@@ -171,17 +163,9 @@ def gather_and_maybe_dequant_cache(
     """
     check_tensors(src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_tensors(**{n: x for n, x in (("token_to_seq", token_to_seq), ("seq_starts", seq_starts)) if x is not None})
-    torch.ops.kvjax.gather_and_maybe_dequant_cache.default(
-        src_cache,
-        dst,
-        block_table,
-        cu_seq_lens,
-        token_to_seq,
-        as_int("num_tokens", num_tokens, least=0),
-        dtype_name(kv_cache_dtype),
-        _as_scale(scale, src_cache),
-        seq_starts,
-    )
+    rows = src_cache, dst, block_table, cu_seq_lens, token_to_seq, as_int("num_tokens", num_tokens, least=0)
+    stored_as = dtype_name(kv_cache_dtype), _as_scale(scale, src_cache)
+    call(torch.ops.kvjax.gather_and_maybe_dequant_cache, (*rows, *stored_as, seq_starts), {})
 
 
 @overload
@@ -378,7 +362,7 @@ def _attend(
     options = {**checked_softmax(softmax)._asdict(), **limits}
     del options["sinks"], options["tree_mask"]
     given = *tensors.values(), dtype_name(kv_cache_dtype), _as_scale(scale, tensors["kv_cache"])
-    return call_operation(operation, given, options, out, return_lse)
+    return call_attention(operation, given, options, out, return_lse)
 
 
 def _as_scale(scale: Scale, cache: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,12 @@ from torch.autograd.graph import increment_version
 
 from kvjax import KVCacheDType
 from kvjax.ops.options import as_bool
-from kvjax_torch import library as _registered  # noqa: F401  # torch.ops.kvjax
 from kvjax_torch.arguments.checks import are_plain, check_tensors
 from kvjax_torch.arguments.dtypes import check_dtype, dtype_name, has_scale_tensors, order_name
 from kvjax_torch.arguments.plan import WriteTensors
 from kvjax_torch.arguments.scales import Scale, as_tensor, as_tensors
 from kvjax_torch.cuda import writes
+from kvjax_torch.dispatch import call
 
 
 def reshape_and_cache_flash(
@@ -92,11 +92,6 @@ def reshape_and_cache_flash(
         write(*tensors[:5], kv_cache_dtype, k_scale, v_scale, **options)
 
 
-def launches_kernels(*tensors: torch.Tensor) -> bool:
-    """Whether an operation on these tensors launches kernels itself; others go through torch's dispatcher."""
-    return tensors[0].is_cuda and are_plain(*tensors)
-
-
 def rope_and_cache(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -154,22 +149,10 @@ def rope_and_cache(
     k_scale, v_scale = as_tensors(k_scale, v_scale, key_cache)
     own_scales = has_scale_tensors(k_scale)  # as in `reshape_and_cache_flash`
     rotate = torch.ops.kvjax.rope_and_cache_per_token_head if own_scales else torch.ops.kvjax.rope_and_cache
-    rotated: torch.Tensor = rotate.default(
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        dtype_name(kv_cache_dtype),
-        k_scale,
-        v_scale,
-        v_scale_layout=order_name(v_scale_layout),
-        is_neox=as_bool("is_neox", is_neox),
-        unique_slots=as_bool("unique_slots", unique_slots),
-    )
+    rows = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
+    options = {"v_scale_layout": order_name(v_scale_layout), "is_neox": as_bool("is_neox", is_neox)}
+    options |= {"unique_slots": as_bool("unique_slots", unique_slots)}
+    rotated: torch.Tensor = call(rotate, (*rows, dtype_name(kv_cache_dtype), k_scale, v_scale), options)
     return rotated
 
 
@@ -211,15 +194,7 @@ def gather_kv(
     check_tensors(key_cache=key_cache, value_cache=value_cache, block_table=block_table, seq_lens=seq_lens)
     k_scale, v_scale = as_tensors(k_scale, v_scale, key_cache)
     check_dtype(dtype)
-    keys, values = torch.ops.kvjax.gather_kv.default(
-        key_cache,
-        value_cache,
-        block_table,
-        seq_lens,
-        dtype_name(kv_cache_dtype),
-        k_scale,
-        v_scale,
-        v_scale_layout=order_name(v_scale_layout),
-        dtype=dtype,
-    )
+    pages = key_cache, value_cache, block_table, seq_lens
+    options = {"v_scale_layout": order_name(v_scale_layout), "dtype": dtype}
+    keys, values = call(torch.ops.kvjax.gather_kv, (*pages, dtype_name(kv_cache_dtype), k_scale, v_scale), options)
     return keys, values

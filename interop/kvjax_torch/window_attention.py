@@ -41,6 +41,7 @@ from kvjax_torch.arguments.scales import Scale, as_tensors
 from kvjax_torch.arguments.writes import write_plan
 from kvjax_torch.attention import merge_attention_states, ragged_paged_attention
 from kvjax_torch.cuda import windows
+from kvjax_torch.dispatch import launches_kernels
 from kvjax_torch.eager import windows as eager_windows
 from kvjax_torch.exact_window import (
     MODEL_DTYPE,
@@ -53,7 +54,7 @@ from kvjax_torch.exact_window import (
     write_recent,
 )
 from kvjax_torch.launch import tape
-from kvjax_torch.ops import launches_kernels, reshape_and_cache_flash
+from kvjax_torch.ops import reshape_and_cache_flash
 
 
 def exact_window_attention(

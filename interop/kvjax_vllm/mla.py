@@ -135,7 +135,8 @@ class KvjaxMLAImpl(ScaledImpl, MLACommonImpl[MLACommonMetadata]):
         """
         of: KvjaxMLADecodeMetadata = attn_metadata.decode
         sizes = self.kv_lora_rank, self.qk_rope_head_dim
-        nope, rope = q if isinstance(q, tuple) else q.split(sizes, dim=-1)
+        # Of one tensor, from which later calls are launched without being planned.
+        nope, rope = (torch.cat(q, dim=-1) if isinstance(q, tuple) else q).split(sizes, dim=-1)
         sequences = kv_c_and_k_pe_cache, of.block_table, of.seq_lens
         stored = self.kv_cache_dtype, self._scale(layer._k_scale)
         if not of.q_len:  # drafts of different lengths

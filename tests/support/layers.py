@@ -53,6 +53,7 @@ TORCH_LAYERS = (
     "cuda",
     "autograd",
     "library",
+    "dispatch",
     "attention",
     "mla",
     "ops",

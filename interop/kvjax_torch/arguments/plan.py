@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -205,7 +206,15 @@ class LatentQuery(NamedTuple):
 
     @property
     def joined(self) -> torch.Tensor:
-        """The query of whole keys, `[..., num_heads, kv_lora_rank + qk_rope_head_dim]`, contiguous."""
+        """The query of whole keys, `[..., num_heads, kv_lora_rank + qk_rope_head_dim]`, contiguous.
+
+        A view if both are the parts of such a tensor.
+        """
+        nope, pe = self
+        shape = *nope.shape[:-1], nope.shape[-1] + pe.shape[-1]
+        strides = *(math.prod(shape[i:]) for i in range(1, len(shape))), 1
+        if nope.stride() == pe.stride() == strides and pe.data_ptr() == nope[..., -1:].data_ptr() + nope.element_size():
+            return nope.as_strided(shape, strides)
         return torch.cat(self, dim=-1)
 
 

@@ -230,7 +230,8 @@ def _tape_of(
         if start not in starts:
             starts[start] = TapedPlace(len(tensors) + len(made), workspace)
             workspace += -(-array.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
-    given = {tensor.data_ptr(): i for i, tensor in reversed([*enumerate(tensors)])}
+    addresses, extents = [tensor.data_ptr() for tensor in tensors], tuple(map(_extent, tensors))
+    given = {address: i for i, address in reversed([*enumerate(addresses)])}
 
     def place(array: torch.Tensor) -> TapedPlace | None:
         address, start = array.data_ptr(), array.untyped_storage().data_ptr()
@@ -240,7 +241,9 @@ def _tape_of(
             return TapedPlace(given[address], 0)
         if start in starts:
             return starts[start]._replace(offset=starts[start].offset + address - start)
-        return None
+        # Part of an argument, and of one alone: whether arguments overlap is not known of those that are only read.
+        within = [i for i, first in enumerate(addresses) if first < address < first + extents[i]]
+        return TapedPlace(within[0], address - addresses[within[0]]) if len(within) == 1 else None
 
     launches = []
     for call, launcher in recording.calls:
@@ -250,8 +253,7 @@ def _tape_of(
             return None
         num_programs = launcher.num_programs(call.amount)
         launches.append(TapedLaunch(launcher.kernel, (*kernels.packed(call.counts),), known, num_programs))
-    extents = tuple(map(_extent, tensors))
-    overlaps = _overlaps(extents, [tensor.data_ptr() for tensor in tensors], written)
+    overlaps = _overlaps(extents, addresses, written)
     return Tape(tuple(launches), tuple(made), workspace, extents, overlaps)
 
 
