@@ -114,7 +114,7 @@ def texts() -> Texts:
         plain.append(np.asarray(encode(piece.tobytes().decode(errors="replace")).ids[:num_tokens], np.int32))
     repeated = accuracy_words.repeated(
         accuracy_words.running_words(documentation),
-        lambda words: encode(words).ids,
+        lambda words: encode(words, add_special_tokens=False).ids,  # a list begins with a word, both times
         num_lists=num_lists,
         num_tokens=num_tokens,
         seed=SEED.value,

@@ -20,7 +20,7 @@ pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
 
 from gguf import GGUFEndian
-from support.tiny_gguf import HEAD_SIZE, KV_HEADS, LAYERS, WORDS, hugging_face_tensors, write_gguf
+from support.tiny_gguf import HEAD_SIZE, HIDDEN, KV_HEADS, LAYERS, WORDS, hugging_face_tensors, write_gguf
 
 import kvjax
 from examples import llama
@@ -94,6 +94,71 @@ def test_the_tokenizer_merges_splits_digits_and_knows_special_tokens(file):
 def test_files_of_other_models_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         gguf_file.read(write_gguf(tmp_path / "other.gguf", **changes))
+
+
+WIDE, Q_PROJ = np.ones((HIDDEN, HIDDEN + 32), np.float32), "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fields": {"llama.block_count": None}}, "llama.block_count: got None, expected a positive int"),
+        ({"fields": {"llama.block_count": 99}}, "llama.block_count: got 99 with only 20 tensors"),
+        ({"fields": {"llama.block_count": 1}}, r"tensor model.layers.1.\S+: got shape .*, expected none"),
+        ({"fields": {"llama.attention.head_count": [4, 4]}}, r"head_count: got \[4, 4\], expected a positive int"),
+        ({"fields": {"llama.attention.head_count_kv": 3}}, "got 4 heads of 32 over 3, expected a multiple"),
+        ({"fields": {"llama.attention.key_length": 31}}, "got 4 heads of 31 over 2, expected .* an even size"),
+        ({"fields": {"llama.attention.layer_norm_rms_epsilon": 0.0}}, "epsilon: got 0.0, expected a positive float"),
+        ({"fields": {"tokenizer.ggml.tokens": None}}, "tokenizer.ggml.tokens: got none, expected a list of strings"),
+        ({"fields": {"tokenizer.ggml.tokens": [1, 2]}}, "tokenizer.ggml.tokens: got a list, expected a list of str"),
+        ({"fields": {"tokenizer.ggml.merges": ["the"]}}, "tokenizer.ggml.merges: got .*, expected pairs of tokens"),
+        ({"fields": {"tokenizer.ggml.token_type": [1]}}, "token_type: got other than one number for each of 261 tok"),
+        ({"fields": {"tokenizer.ggml.add_bos_token": True}}, "bos_token_id: got None, expected the number of one of"),
+        ({"tensors": {Q_PROJ: None}}, f"tensor {Q_PROJ}: got none, expected shape \\(128, 32\\)"),
+        ({"tensors": {Q_PROJ: WIDE}}, f"tensor {Q_PROJ}: got shape \\(32, 64\\), expected shape \\(128, 32\\)"),
+    ],
+)
+def test_what_a_model_lacks_or_has_in_another_shape_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        gguf_file.read(write_gguf(tmp_path / "other.gguf", **changes))
+
+
+def test_broken_files_are_refused_or_read(tmp_path, path):
+    """Files that end early, and files whose header has a changed byte."""
+    whole, broken, rng = path.read_bytes(), tmp_path / "broken.gguf", np.random.default_rng(0)
+    header = whole.index(b"blk.1.ffn_norm")  # the last tensor but one
+    ends = [0, 3, *range(8, header, 211), header, len(whole) - 100]
+    files = [whole[:end] for end in ends]
+    for at in rng.integers(header, size=150):
+        files.append(whole[:at] + bytes([whole[at] ^ (1 << int(rng.integers(8)))]) + whole[at + 1 :])
+    for number, content in enumerate(files):
+        broken.write_bytes(content)
+        try:
+            read = gguf_file.read(broken)
+        except ValueError:
+            continue
+        assert number >= len(ends)
+        for name in hugging_face_tensors():
+            read.get_tensor(name)
+
+
+def test_text_keeps_user_defined_tokens_and_loses_control_tokens(tmp_path):
+    words = [*WORDS, "<tool>"]
+    fields = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": [3] * 2 + [1] * (len(WORDS) - 2) + [4]}
+    wide = {"model.embed_tokens.weight": np.ones((len(words), HIDDEN), np.float32)}
+    tokenizer = gguf_file.read(write_gguf(tmp_path / "other.gguf", fields=fields, tensors=wide)).tokenizer
+    ids = tokenizer.encode("<|im_start|>the<tool> the").ids
+    assert [words[number] for number in ids] == ["<|im_start|>", "the", "<tool>", "Ġthe"]
+    assert tokenizer.decode(ids) == "the<tool> the"
+
+
+@pytest.mark.parametrize(("ends", "begin", "end"), [("bos", [0], []), ("eos", [], [1]), ("bos eos", [0], [1])])
+def test_texts_have_the_ends_that_the_file_asks_for(tmp_path, ends, begin, end):
+    fields = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
+    fields |= {f"tokenizer.ggml.add_{name}_token": name in ends for name in ("bos", "eos")}
+    tokenizer = gguf_file.read(write_gguf(tmp_path / "other.gguf", fields=fields)).tokenizer
+    [the] = tokenizer.encode("the", add_special_tokens=False).ids
+    assert tokenizer.encode("the").ids == [*begin, the, *end]
 
 
 def test_fields_that_change_nothing_are_accepted(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGUFEndian, GGUFWriter
@@ -66,12 +67,11 @@ def write_gguf(
     pre: str = "smollm",
     extra: str | None = None,
     endian: GGUFEndian = GGUFEndian.LITTLE,
-    fields: Mapping[str, float] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
-    """Writes the model, with another tensor or further fields: ints as uint32, floats as float32."""
+    """Writes the model, with another tensor, and changed or further fields and tensors; None leaves one out."""
     writer = GGUFWriter(path, architecture, endianess=endian)
-    for name, value in (fields or {}).items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(name, value)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -86,12 +86,20 @@ def write_gguf(
     writer.add_token_list(WORDS)
     writer.add_token_types([3] * len(SPECIAL) + [1] * (len(WORDS) - len(SPECIAL)))
     writer.add_token_merges(MERGES)
-    for name, array in hugging_face_tensors().items():
+    add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, str: writer.add_string}
+    for name, value in (fields or {}).items():
+        for stored in writer.kv_data:
+            stored.pop(name, None)
+        if value is not None:
+            add.get(type(value), writer.add_array)(name, value)
+    for name, array in (hugging_face_tensors() | (tensors or {})).items():
+        if array is None:
+            continue
         prefix, part = "", name.removesuffix(".weight")
         if part.startswith("model.layers."):
             _, _, layer, part = part.split(".", 3)
             prefix = f"blk.{layer}."
-        if part.endswith(("q_proj", "k_proj")):
+        if part.endswith(("q_proj", "k_proj")) and name not in (tensors or {}):
             array = interleaved(array, HEADS if part.endswith("q_proj") else KV_HEADS)
         writer.add_tensor(f"{prefix}{GGUF_NAMES[part]}.weight", array)
     if extra:
