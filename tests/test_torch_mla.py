@@ -684,3 +684,31 @@ def test_operations_have_schemas_and_fakes(name: str):
     options = {"sm_scale": 0.1} if name.endswith("attention") else {}
     tests = "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     torch.library.opcheck(getattr(torch.ops.kvjax, operation).default, args, options, test_utils=tests)
+
+
+QUERIES = torch.randn(3, 2, 48, generator=torch.Generator().manual_seed(0))
+APART = {
+    "memory of their own": (QUERIES[..., :32].clone(), QUERIES[..., 32:].clone()),
+    "the other order": (QUERIES[..., 32:], QUERIES[..., :32]),
+    "elements between them": (QUERIES[..., :16], QUERIES[..., 32:]),
+    "other rows": (QUERIES[1:, :, :32], QUERIES[:2, :, 32:]),
+    "one of two heads": (QUERIES[:, :1, :32], QUERIES[:, :1, 32:]),
+    "no rows": (QUERIES[:0, :, :32], QUERIES[:0, :, 32:]),
+    "no rope": (QUERIES[..., :32], QUERIES[..., 32:32]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_queries_that_are_the_parts_of_a_tensor_are_that_tensor(mode: Any):
+    with mode():
+        for whole in (QUERIES, QUERIES[1:], QUERIES[None]):
+            joined = LatentQuery(*whole.split((32, 16), dim=-1)).joined
+            assert joined.data_ptr() == whole.data_ptr()
+            assert torch.equal(joined, whole)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_other_queries_are_copied_to_one_tensor(name: str):
+    joined = LatentQuery(*APART[name]).joined
+    assert joined.is_contiguous()
+    assert torch.equal(joined, torch.cat(APART[name], dim=-1))

@@ -213,7 +213,9 @@ class LatentQuery(NamedTuple):
         nope, pe = self
         shape = *nope.shape[:-1], nope.shape[-1] + pe.shape[-1]
         strides = *(math.prod(shape[i:]) for i in range(1, len(shape))), 1
-        if nope.stride() == pe.stride() == strides and pe.data_ptr() == nope[..., -1:].data_ptr() + nope.element_size():
+        is_one = nope.untyped_storage().data_ptr() == pe.untyped_storage().data_ptr()
+        is_behind = pe.storage_offset() == nope.storage_offset() + nope.shape[-1]
+        if is_one and is_behind and nope.stride() == pe.stride() == strides:
             return nope.as_strided(shape, strides)
         return torch.cat(self, dim=-1)
 
