@@ -113,13 +113,15 @@ WIDE, Q_PROJ = np.ones((HIDDEN, HIDDEN + 32), np.float32), "model.layers.1.self_
         ({"fields": {"tokenizer.ggml.tokens": [1, 2]}}, "tokenizer.ggml.tokens: got a list, expected a list of str"),
         ({"fields": {"tokenizer.ggml.merges": ["the"]}}, "tokenizer.ggml.merges: got .*, expected pairs of tokens"),
         ({"fields": {"tokenizer.ggml.token_type": [1]}}, "token_type: got other than one number for each of 261 tok"),
+        ({"fields": {"tokenizer.ggml.pre": ["smollm"]}}, r"tokenizer.ggml.pre: got \['smollm'\], expected one of"),
+        ({"fields": {"tokenizer.ggml.add_eos_token": True}}, "add_eos_token: got True, expected one of False"),
         ({"fields": {"tokenizer.ggml.add_bos_token": True}}, "bos_token_id: got None, expected the number of one of"),
         ({"tensors": {Q_PROJ: None}}, f"tensor {Q_PROJ}: got none, expected shape \\(128, 32\\)"),
         ({"tensors": {Q_PROJ: WIDE}}, f"tensor {Q_PROJ}: got shape \\(32, 64\\), expected shape \\(128, 32\\)"),
     ],
 )
 def test_what_a_model_lacks_or_has_in_another_shape_is_named(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"other.gguf: .*{message}"):
         gguf_file.read(write_gguf(tmp_path / "other.gguf", **changes))
 
 
@@ -152,13 +154,21 @@ def test_text_keeps_user_defined_tokens_and_loses_control_tokens(tmp_path):
     assert tokenizer.decode(ids) == "the<tool> the"
 
 
-@pytest.mark.parametrize(("ends", "begin", "end"), [("bos", [0], []), ("eos", [], [1]), ("bos eos", [0], [1])])
-def test_texts_have_the_ends_that_the_file_asks_for(tmp_path, ends, begin, end):
-    fields = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1}
-    fields |= {f"tokenizer.ggml.add_{name}_token": name in ends for name in ("bos", "eos")}
+@pytest.mark.parametrize("word", ["<|im_start|>", "a:x", "$A"])
+def test_texts_begin_with_the_token_that_the_file_asks_for(tmp_path, word):
+    fields = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+    fields |= {"tokenizer.ggml.add_eos_token": False, "tokenizer.ggml.tokens": [word, *WORDS[1:]]}
     tokenizer = gguf_file.read(write_gguf(tmp_path / "other.gguf", fields=fields)).tokenizer
     [the] = tokenizer.encode("the", add_special_tokens=False).ids
-    assert tokenizer.encode("the").ids == [*begin, the, *end]
+    assert tokenizer.encode("the").ids == [0, the]
+    assert tokenizer.decode([the, the]) == "thethe"
+
+
+def test_tensors_of_types_without_dequantization_are_refused(tmp_path):
+    embedding = {"model.embed_tokens.weight": np.zeros((len(WORDS), HIDDEN), np.int32)}
+    file = gguf_file.read(write_gguf(tmp_path / "other.gguf", tensors=embedding))
+    with pytest.raises(ValueError, match=r"tensor model.embed_tokens.weight: got I32, which gguf does not dequantize"):
+        file.get_tensor("model.embed_tokens.weight")
 
 
 def test_fields_that_change_nothing_are_accepted(tmp_path):

@@ -63,9 +63,16 @@ class GGUFModel:
         return [*self._tensors]
 
     def get_tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor, dequantized to float32; matrices are `[out, in]`."""
+        """Returns a tensor, dequantized to float32; matrices are `[out, in]`.
+
+        Raises:
+          ValueError: gguf does not dequantize its type.
+        """
         tensor = self._tensors[name]
-        array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        try:
+            array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            raise ValueError(f"tensor {name}: got {tensor.tensor_type.name}, which gguf does not dequantize") from error
         for projection, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if name.endswith(f"{projection}.weight"):
                 return _in_halves(array, self.config[heads])
@@ -81,12 +88,16 @@ def read(path: Path) -> GGUFModel:
         part of a divided file; missing or unknown fields and tensors, or tensors of other shapes.
     """
     try:
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: got {error!r} while reading it, expected a whole GGUF file") from error
+        return _read(path)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # which gguf raises for broken files
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> GGUFModel:
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
     if reader.byte_order != "I":  # dequantizing would read numbers of this machine's order
-        raise ValueError(f"{path}: got numbers of the other byte order, expected those of this machine")
+        raise ValueError("got numbers of the other byte order, expected those of this machine")
     tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
     config = _config(fields, has_unembedding="lm_head.weight" in tensors)
     _check_shapes(config, {name: (*reversed(tensor.shape.tolist()),) for name, tensor in tensors.items()})
@@ -213,7 +224,7 @@ def _tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(_added(words, kinds, _CONTROL))
     tokenizer.add_tokens(_added(words, kinds, _USER_DEFINED))
-    _add_ends(tokenizer, words, fields)
+    _add_begin(tokenizer, len(words), fields)
     return tokenizer
 
 
@@ -225,22 +236,20 @@ def _added(words: Sequence[str], kinds: Sequence[int], kind: int) -> list[AddedT
     ]
 
 
-def _add_ends(tokenizer: Tokenizer, words: Sequence[str], fields: Mapping[str, Any]) -> None:
-    """Has the tokenizer begin and end each text with a token, if the file says so."""
-    ends = {}
-    for name in ("bos", "eos"):
-        if fields.get(f"tokenizer.ggml.add_{name}_token"):
-            token = fields.get(field := f"tokenizer.ggml.{name}_token_id")
-            if not isinstance(token, int) or not 0 <= token < len(words):
-                raise ValueError(f"{field}: got {token!r}, expected the number of one of {len(words)} tokens")
-            ends[name] = words[token], token
-    if ends:
-        begin, end = ([ends[name][0]] if name in ends else [] for name in ("bos", "eos"))
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[*begin, "$A", *end], special_tokens=[*ends.values()]
-        )
+def _add_begin(tokenizer: Tokenizer, num_words: int, fields: Mapping[str, Any]) -> None:
+    """Has the tokenizer begin each text with a token, if the file says so."""
+    # A prompt that ends is none to go on from.
+    _check("tokenizer.ggml.add_eos_token", fields.get("tokenizer.ggml.add_eos_token", False), (False,))
+    if fields.get("tokenizer.ggml.add_bos_token"):
+        token = fields.get("tokenizer.ggml.bos_token_id")
+        if not isinstance(token, int) or not 0 <= token < num_words:
+            raise ValueError(
+                f"tokenizer.ggml.bos_token_id: got {token!r}, expected the number of one of {num_words} tokens"
+            )
+        # The name is the template's own: words may have characters that mean something there.
+        tokenizer.post_processor = processors.TemplateProcessing(single="bos $A", special_tokens=[("bos", token)])
 
 
 def _check(field: str, got: object, expected: Any) -> None:
-    if got not in expected:
+    if got not in tuple(expected):
         raise ValueError(f"{field}: got {got!r}, expected one of {', '.join(map(repr, expected))}")
