@@ -385,6 +385,38 @@ def test_the_offset_of_each_argument_from_the_keys_is_part_of_the_kind(recorder:
         assert not recorder.is_known(*decode("int8_per_token_head", **call))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_ds_mla", "nvfp4"])
+@pytest.mark.parametrize("joined_first", [False, True])
+def test_queries_over_latents_in_one_tensor_and_in_two_are_two_kinds(
+    recorder: Recorder, dtype: str, joined_first: bool
+):
+    given, options, operation = joined = attend_latents(dtype)
+    other = torch.zeros(NUM_SEQS, 16, 576, dtype=torch.bfloat16)[..., 512:]  # of the same strides
+    apart = (given[0], other, *given[2:]), options, operation
+    calls = [joined, apart] if joined_first else [apart, joined]
+    for call in calls:
+        assert not recorder.is_known(*call)
+    assert recorder.is_known(*joined)
+    assert not recorder.is_known(*apart)  # torch joins them
+
+
+def test_an_argument_within_another_makes_another_kind(recorder: Recorder):
+    """Rope keys that are read from the cache that they are written to; then from elsewhere, for another cache."""
+    (rows, _, _, *others), options, operation = write_latents("bfloat16")
+    own, other = latent_pages("bfloat16"), latent_pages("bfloat16")
+    elsewhere = torch.zeros(NUM_SEQS, 576, dtype=torch.bfloat16)[:, 512:]
+    assert not recorder.is_known((rows, own[0, :NUM_SEQS, 512:], own, *others), options, operation)
+    assert not recorder.is_known((rows, elsewhere, other, *others), options, operation)
+
+
+def test_values_that_overlap_keys_are_refused_after_calls_in_which_they_do_not(recorder: Recorder):
+    call = (_, _, *others), options, operation = gather("bfloat16")
+    assert not recorder.is_known(*call)
+    memory = torch.zeros(NUM_BLOCKS + 2, 2, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE, dtype=torch.bfloat16)
+    with pytest.raises(KVCacheError, match="value_cache: got memory that overlaps that of key_cache"):
+        recorder.call((memory[:-2, 0], memory[2:, 0], *others), options, operation)
+
+
 @pytest.mark.parametrize(
     ("query_at", "out_at", "overlaps"), [(0, 320, True), (320, 0, True), (0, 384, False), (384, 0, False)]
 )

@@ -8,6 +8,7 @@ addresses replay the recording. A call in which torch itself computes something 
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -70,9 +71,8 @@ class TapedLaunch(NamedTuple):
 
 
 class TapedResult(NamedTuple):
-    """A result: an argument, by its number, or else new memory of a shape and dtype."""
+    """A result: new memory of a shape and dtype."""
 
-    argument: int | None
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -177,25 +177,28 @@ def _kind(arguments: Sequence[Any], tensors: Sequence[torch.Tensor], addresses: 
     """Everything but addresses that a call's launches depend on; None if the tensors are on several devices."""
     device = tensors[0].get_device()
     facts: list[Any] = [device]
+    ends: list[int] = []
     for x in arguments:
         if isinstance(x, torch.Tensor):
             if x.get_device() != device:
                 return None
-            facts.append((x.dtype, x.shape, x.stride(), x.data_ptr() % ADDRESS_BYTES))
+            shape, strides, address = x.shape, x.stride(), addresses[len(ends)]
+            facts.append((x.dtype, shape, strides, address % ADDRESS_BYTES))
+            extent = sum(map(operator.mul, shape, strides)) - sum(strides) + 1
+            # One block has room for what lies beside its keys, as one row has.
+            ends.append(address + max(extent, *strides[:1]) * x.dtype.itemsize if strides else address + 1)
         else:
             facts.append((type(x), x))
-    # Which addresses are equal, and the offsets between tensors that may lie in the same block of pages.
-    if len(set(addresses)) < len(addresses):
-        facts.append(tuple(map(addresses.index, addresses)))
-    for i, tensor in enumerate(tensors):
-        if tensor.ndim == PAGE_DIMENSIONS:
-            reach = tensor.stride(0) * tensor.element_size()
-            facts.append(tuple((j, a - addresses[i]) for j, a in enumerate(addresses) if 0 < a - addresses[i] < reach))
-    return tuple(facts)
-
-
-PAGE_DIMENSIONS = 4
-"""Dimensions of a cache's pages, whose keys and values may be in the same blocks."""
+    # Where arguments begin within others. Plans depend on it (values beside keys, two queries in one tensor), and so
+    # does which argument an array is a part of. Offsets from the argument that reaches furthest imply all others.
+    within: set[Overlap] = set()
+    outer, end = 0, 0
+    for i in sorted(range(len(ends)), key=addresses.__getitem__):
+        if addresses[i] < end:
+            within.add((outer, i, addresses[i] - addresses[outer]))
+        if ends[i] > end:
+            outer, end = i, ends[i]
+    return (*facts, frozenset(within))
 
 
 def _record(
@@ -217,13 +220,13 @@ def _tape_of(
     """The tape of a recorded call; None if an array lies in memory that the recording does not know."""
     made: list[TapedResult] = []
     starts: dict[int, TapedPlace] = {}
+    of_arguments = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     for result in results:
-        argument = next((i for i, x in enumerate(tensors) if x.data_ptr() == result.data_ptr()), None)
-        if not result.numel() or not result.is_contiguous() or (argument is None and result.storage_offset()):
+        start = result.untyped_storage().data_ptr()
+        if not result.numel() or not result.is_contiguous() or result.storage_offset() or start in of_arguments:
             return None
-        if argument is None:
-            starts[result.untyped_storage().data_ptr()] = TapedPlace(len(tensors) + len(made), 0)
-        made.append(TapedResult(argument, tuple(result.shape), result.dtype))
+        starts[start] = TapedPlace(len(tensors) + len(made), 0)
+        made.append(TapedResult(tuple(result.shape), result.dtype))
     workspace = 0
     for array in recording.memory:
         start = array.untyped_storage().data_ptr()
@@ -241,9 +244,8 @@ def _tape_of(
             return TapedPlace(given[address], 0)
         if start in starts:
             return starts[start]._replace(offset=starts[start].offset + address - start)
-        # Part of an argument, and of one alone: whether arguments overlap is not known of those that are only read.
-        within = [i for i, first in enumerate(addresses) if first < address < first + extents[i]]
-        return TapedPlace(within[0], address - addresses[within[0]]) if len(within) == 1 else None
+        within = (i for i, first in enumerate(addresses) if first < address < first + extents[i])
+        return next((TapedPlace(i, address - addresses[i]) for i in within), None)
 
     launches = []
     for call, launcher in recording.calls:
@@ -277,10 +279,7 @@ def _overlaps(extents: Sequence[int], addresses: Sequence[int], written: Iterabl
 
 def _play(tape: Tape, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Results:
     memory = tensors[0]
-    results = tuple(
-        memory.new_empty(result.shape, dtype=result.dtype) if result.argument is None else tensors[result.argument]
-        for result in tape.results
-    )
+    results = tuple(memory.new_empty(result.shape, dtype=result.dtype) for result in tape.results)
     workspace = memory.new_empty(tape.workspace, dtype=torch.uint8)
     starts = (*addresses, *(result.data_ptr() for result in results), workspace.data_ptr(), 0)
     for kernel, counts, places, num_programs in tape.launches:
